@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// The plan: one contiguous buffer that the planner writes and the kernels read. Plain data, no pointers.
+#pragma once
+#include <cstdint>
+
+namespace fi {
+
+inline constexpr int32_t kPlanMagic = 0x50494621;
+inline constexpr int32_t kPlanVersion = 1;
+inline constexpr int32_t kMaxQueryTile = 128;
+
+enum WorkItemFlags : uint8_t {
+  // The first chunk of its query tile. A kernel moves its begin down to the true start of the window,
+  // which lies lower than the planned one when the host knew only an upper bound of the KV length.
+  kFirstChunk = 1,
+};
+
+// (level, query tile, KV chunk) -> one partial or final attention state of every KV head.
+struct WorkItem {
+  uint8_t level;      // index of the block-sparse rows that hold the pages
+  uint8_t flags;      // WorkItemFlags
+  uint8_t tile_log2;  // query tile height Tq = 1 << tile_log2, from {1, 16, 32, 64, 128}
+  uint8_t q_rows;     // packed query rows in use, 1 .. Tq
+  int32_t request;    // row group
+  int32_t q_begin;    // first packed row of the tile in its request; packed row = token * group + head
+  int32_t kv_begin;   // KV tokens [kv_begin, kv_end) of the request
+  int32_t kv_end;
+  int32_t partial;  // first row of the partial states, or -1: write the final output
+  int32_t unit;     // merge unit that this item reports to, or -1
+  int32_t cost;     // alpha * Tq + beta * KV tokens, saturated
+};
+static_assert(sizeof(WorkItem) == 32);
+
+// Reduction map: packed rows [q_begin, q_begin + q_rows) of a request are the ordered left fold of the
+// partial states parts[parts_begin .. parts_end), each part being the first of q_rows consecutive rows.
+// The last of num_items work items to finish merges the unit.
+struct MergeUnit {
+  int32_t request;
+  int32_t q_begin;
+  int32_t q_rows;
+  int32_t num_items;
+  int32_t parts_begin;
+  int32_t parts_end;
+};
+static_assert(sizeof(MergeUnit) == 24);
+
+struct PlanHeader {
+  int32_t magic;
+  int32_t version;
+  int32_t num_requests;
+  int32_t num_tokens;
+  int32_t num_items;
+  int32_t num_units;
+  int32_t num_parts;
+  int32_t num_partial_rows;
+  int32_t chunk;           // KV tokens of a full chunk
+  int32_t num_ctas;        // CTAs the plan was balanced for
+  int32_t num_kv_heads;    // a ticket is (item, KV head): num_items * num_kv_heads of them
+  int32_t group;           // query heads of one KV head
+  int32_t invariant_grid;  // chunk grid of the batch-invariant mode in KV tokens, or 0
+  int32_t num_queues;      // queues of Algorithm 1, or 0 when CTAs draw items by ticket
+  int32_t max_kv_len;      // longest request of the plan
+  int32_t reserved[17];
+};
+static_assert(sizeof(PlanHeader) == 128);
+
+// What a plan may hold at most. Follows at construction from the limits that the user states.
+struct PlanCapacity {
+  int32_t requests;
+  int32_t items;
+  int32_t units;
+  int32_t parts;
+  int32_t partial_rows;
+  int32_t queues;         // 0 without planned queues
+  int32_t queue_entries;  // 0 without planned queues
+};
+
+// Byte offsets of the sections in the plan buffer; a function of the capacity alone, so that they are
+// constants inside a captured graph.
+struct PlanLayout {
+  int64_t header;
+  int64_t items;
+  int64_t units;
+  int64_t parts;          // int32, num_parts
+  int64_t kv_len_bounds;  // int32, num_requests: the KV lengths that the plan was made for
+  int64_t queue_begin;    // int32, num_queues + 1
+  int64_t queue_entries;  // int32, item * num_kv_heads + KV head
+  int64_t total;
+};
+
+inline constexpr int64_t align_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+
+inline constexpr PlanLayout plan_layout(const PlanCapacity& c) {
+  PlanLayout l{};
+  l.header = 0;
+  l.items = sizeof(PlanHeader);
+  l.units = align_up(l.items + int64_t(c.items) * int64_t(sizeof(WorkItem)), 128);
+  l.parts = align_up(l.units + int64_t(c.units) * int64_t(sizeof(MergeUnit)), 128);
+  l.kv_len_bounds = align_up(l.parts + int64_t(c.parts) * 4, 128);
+  l.queue_begin = align_up(l.kv_len_bounds + int64_t(c.requests) * 4, 128);
+  l.queue_entries = align_up(l.queue_begin + (c.queues ? int64_t(c.queues) + 1 : 0) * 4, 128);
+  l.total = align_up(l.queue_entries + int64_t(c.queue_entries) * 4, 128);
+  return l;
+}
+
+}  // namespace fi

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a module: found in the cache, or built under a lock; then loaded once a process."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ... import env
+from ...errors import BuildError
+from . import cache
+from .module import ModuleSpec
+from .ninja_file import LIBRARY, Target, run_build_file, write_build_file
+from .openmp import ensure_runtime
+from .progress import build_progress
+
+if TYPE_CHECKING:
+    from tvm_ffi import Module
+
+_TAIL_LINES = 40
+_loaded: dict[ModuleSpec, Module] = {}
+_loading = threading.RLock()
+
+
+def load(spec: ModuleSpec) -> Module:
+    """Return the loaded module of `spec`, compiling it first if the cache lacks it; loaded once a process.
+
+    The functions that its binding exports are attributes of the result. Raises BuildError if it cannot
+    be built, or if it would have to be and FI_BACKEND_DISABLE_JIT forbids it.
+    """
+    with _loading:
+        if (module := _loaded.get(spec)) is None:
+            [library] = build_all([spec])
+            if spec.arch == "cpu":
+                ensure_runtime()
+            from tvm_ffi import load_module
+
+            module = _loaded[spec] = load_module(str(library))
+        return module
+
+
+def build_all(specs: Iterable[ModuleSpec]) -> list[Path]:
+    """Build what the cache lacks of `specs`, all in one parallel run; return the libraries in their order.
+
+    Raises BuildError with the failing command, the tail of its output and the path of the full log;
+    modules that did build are kept.
+    """
+    specs = list(specs)
+    cache_dir = env.cache_dir()
+    folders = {spec: cache.module_folder(spec, cache_dir) for spec in specs}
+    missing = {spec: folder for spec, folder in folders.items() if not cache.is_built(folder)}
+    if missing:
+        if env.jit_disabled():
+            raise BuildError(
+                f"not in the cache {cache_dir}: {', '.join(folder.name for folder in missing.values())}; "
+                f"{env.DISABLE_JIT.name}=1 forbids compiling now. Run `fi-backend build` on this machine "
+                f"with the same {env.CACHE_DIR.name}, or unset {env.DISABLE_JIT.name}"
+            )
+        with cache.locked(list(missing.values())):
+            # Whoever held the lock before may have built them.
+            missing = {spec: folder for spec, folder in missing.items() if not cache.is_built(folder)}
+            if missing:
+                _build(missing, cache_dir)
+    return [folders[spec] / LIBRARY for spec in specs]
+
+
+def _build(missing: dict[ModuleSpec, Path], cache_dir: Path) -> None:
+    cache.sweep(cache_dir)
+    with cache.scratch(cache_dir) as scratch:
+        targets = [Target(spec, scratch / folder.name) for spec, folder in missing.items()]
+        for target in targets:
+            target.folder.mkdir()
+        objects = write_build_file(scratch / "build.ninja", targets)
+        log = scratch / "build.log"
+        with build_progress([target.spec.name for target in targets], objects) as on_step:
+            status = run_build_file(scratch / "build.ninja", on_step, log)
+            failed = [target for target in targets if not target.library.is_file()]
+            for target in targets:
+                if target not in failed:
+                    for intermediate in target.folder.glob("*.o"):
+                        intermediate.unlink()
+                    shutil.copy(log, target.folder / "build.log")
+                    cache.install(target.folder, missing[target.spec])
+            if status != 0 or failed:
+                raise _failure([target.spec.name for target in failed], status, log, cache_dir)
+
+
+def _failure(names: list[str], status: int, log: Path, cache_dir: Path) -> BuildError:
+    text = log.read_text(errors="replace")
+    kept = cache_dir / "logs" / f"{'-'.join(names[:3]) or 'build'}.log"
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text(text)
+    # ninja prints: "FAILED: [code=1] <output>", the command on the next line, then the compiler's output.
+    match = re.search(r"^FAILED: .*\n(.*)\n((?:(?!^\[\d+/\d+\] |^FAILED: |^ninja: ).*\n?)*)", text, re.MULTILINE)
+    command, output = (match[1], match[2]) if match else ("ninja", text)
+    tail = "\n".join(output.rstrip().splitlines()[:_TAIL_LINES])
+    return BuildError(
+        f"cannot build {', '.join(names) or 'the modules'} (ninja exit status {status})\n"
+        f"command: {command}\n{tail}\nfull log: {kept}"
+    )

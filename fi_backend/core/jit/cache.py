@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of compiled modules: keys, locks, and installing a finished module in one step."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from filelock import FileLock
+
+from ...env import CACHE_DIR
+from ...errors import BuildError
+from .compiler import host_isa, identity, toolchain
+from .module import ModuleSpec
+from .ninja_file import LIBRARY
+from .sources import dependency_texts
+
+_LAYOUT = "1"  # Raised when the way a module is built changes without a change of flags.
+_STALE_S = 3600.0
+
+
+def module_key(spec: ModuleSpec, cache_dir: Path) -> str:
+    """Return the hex sha256 of everything that the binary of `spec` depends on.
+
+    That is: the text of sources, project headers and generated files, defines, flags, arch, path and
+    version of the compilers, the version of tvm-ffi and, for the CPU, the host's instruction set.
+    """
+    digest = hashlib.sha256()
+
+    def add(label: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else value
+        # Lengths keep neighbouring fields apart.
+        digest.update(f"{label}:{len(data)}:".encode())
+        digest.update(data)
+
+    tools = toolchain(spec.arch)
+    add("layout", _LAYOUT)
+    add("name", spec.name)
+    add("arch", spec.arch)
+    add("flags", tools.key_flags())
+    for name, value in spec.defines:
+        add(f"define/{name}", value)
+    for label, data in dependency_texts(spec):
+        add(label, data)
+    add("cxx", identity(tools.cxx, cache_dir))
+    if tools.nvcc is not None:
+        add("nvcc", identity(tools.nvcc, cache_dir))
+    add("tvm-ffi", importlib.metadata.version("apache-tvm-ffi"))
+    if "-march=native" in tools.cxx_flags:
+        add("isa", host_isa())
+    return digest.hexdigest()
+
+
+def module_folder(spec: ModuleSpec, cache_dir: Path) -> Path:
+    """Return the folder in which the compiled module lies, or will lie."""
+    return cache_dir / f"{spec.name}-{module_key(spec, cache_dir)[:16]}"
+
+
+def is_built(folder: Path) -> bool:
+    """Return whether `folder` holds a finished module."""
+    return (folder / LIBRARY).is_file()
+
+
+@contextmanager
+def locked(folders: list[Path]) -> Iterator[None]:
+    """Hold the locks of `folders` against other processes, taken in one order so that none waits in a circle.
+
+    A file system without working locks is tolerated: renaming is atomic, so the only loss is that two
+    processes may compile the same module. Raises BuildError if the cache cannot be written.
+    """
+    with ExitStack() as stack:
+        for folder in sorted(folders):
+            lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+            try:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                lock.acquire()
+            except (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError) as error:
+                raise _not_writable(folder.parent, error) from error
+            except (OSError, NotImplementedError):
+                if not os.access(folder.parent, os.W_OK):
+                    raise
+                continue
+            stack.callback(lock.release)
+        yield
+
+
+@contextmanager
+def scratch(cache_dir: Path) -> Iterator[Path]:
+    """Give a fresh folder beside the modules (renaming must not cross file systems), removed at the end."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f".build-{socket.gethostname()}-{os.getpid()}-", dir=cache_dir))
+    except OSError as error:
+        raise _not_writable(cache_dir, error) from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def install(built: Path, folder: Path) -> None:
+    """Move the finished module `built` to `folder` in one step; a module that is there already stays."""
+    for file in built.iterdir():
+        if file.is_file():
+            _sync(file)
+    _sync(built)
+    for _ in range(2):
+        try:
+            built.rename(folder)
+        except OSError:
+            if is_built(folder):
+                return  # Another process without a working lock was faster; the key says it is the same.
+            # A folder without a library is no module: somebody removed files by hand.
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            _sync(folder.parent)
+            return
+    raise BuildError(f"module {folder.name}: cannot move {built} to {folder}; remove that folder")
+
+
+def sweep(cache_dir: Path) -> None:
+    """Remove build folders that killed processes left behind more than an hour ago."""
+    for folder in cache_dir.glob(".build-*"):
+        try:
+            if time.time() - folder.stat().st_mtime > _STALE_S:
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _not_writable(cache_dir: Path, error: OSError) -> BuildError:
+    return BuildError(
+        f"cache folder {cache_dir} cannot be written ({error}); set {CACHE_DIR.name} to a folder that can, "
+        "or compile ahead of time with `fi-backend build` where it can"
+    )

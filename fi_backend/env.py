@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environment variables: the only module that reads the process environment.
+
+Every function reads its variable anew, so a test or a launcher may change it at any time, and raises
+ValueError on a value that it does not understand: a mistyped setting must not pass for the default.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One documented variable: its name, the text of its default, and what it does."""
+
+    name: str
+    default: str
+    meaning: str
+
+
+CACHE_DIR: Final = Variable(
+    "FI_BACKEND_CACHE_DIR",
+    "`$XDG_CACHE_HOME/fi_backend`, else `~/.cache/fi_backend`",
+    "Folder of the compiled modules and of the build logs.",
+)
+DISABLE_JIT: Final = Variable(
+    "FI_BACKEND_DISABLE_JIT",
+    "`0`",
+    "`1`: never compile; a module that is not in the cache is an error that names it.",
+)
+DEBUG: Final = Variable(
+    "FI_BACKEND_DEBUG",
+    "`0`",
+    "`1`: check the contents of index tensors (page ids, lengths) before every run.",
+)
+STATS_DIR: Final = Variable(
+    "FI_BACKEND_STATS_DIR",
+    "unset",
+    "Folder into which every process writes its count of attention calls as JSON.",
+)
+VARIABLES: Final = (CACHE_DIR, DISABLE_JIT, DEBUG, STATS_DIR)
+
+
+def cache_dir() -> Path:
+    """Return the absolute folder of the compiled modules; it need not exist yet."""
+    if value := os.environ.get(CACHE_DIR.name):
+        return _absolute(CACHE_DIR.name, value)
+    base = os.environ.get("XDG_CACHE_HOME")
+    # The XDG specification says that a relative value is to be ignored.
+    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
+    return root / "fi_backend"
+
+
+def jit_disabled() -> bool:
+    """Return whether compiling at run time is forbidden."""
+    return _flag(DISABLE_JIT.name)
+
+
+def debug() -> bool:
+    """Return whether the contents of index tensors are checked before every run."""
+    return _flag(DEBUG.name)
+
+
+def stats_dir() -> Path | None:
+    """Return the absolute folder for statistics files, or None if none are wanted."""
+    value = os.environ.get(STATS_DIR.name)
+    return _absolute(STATS_DIR.name, value) if value else None
+
+
+def child_environment(**overrides: str) -> dict[str, str]:
+    """Return a copy of this process's environment with `overrides` set, for a child process."""
+    return {**os.environ, **overrides}
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "")
+    if value in ("", "0"):
+        return False
+    if value == "1":
+        return True
+    raise ValueError(f"{name}: expected 0 or 1, got {value!r}; set it to 1 or unset it")
+
+
+def _absolute(name: str, value: str) -> Path:
+    path = Path(value).expanduser()
+    if not path.is_absolute():
+        raise ValueError(f"{name}: expected an absolute path, got {value!r}; processes differ in their working folder")
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{name}: expected a folder, got the file {value!r}")
+    return path

@@ -21,7 +21,7 @@ from .progress import build_progress
 if TYPE_CHECKING:
     from tvm_ffi import Module
 
-_TAIL_LINES = 40
+_OUTPUT_LINES = 40
 _loaded: dict[ModuleSpec, Module] = {}
 _loading = threading.RLock()
 
@@ -46,7 +46,7 @@ def load(spec: ModuleSpec) -> Module:
 def build_all(specs: Iterable[ModuleSpec]) -> list[Path]:
     """Build what the cache lacks of `specs`, all in one parallel run; return the libraries in their order.
 
-    Raises BuildError with the failing command, the tail of its output and the path of the full log;
+    Raises BuildError with the failing command, the head of its output and the path of the full log;
     modules that did build are kept.
     """
     specs = list(specs)
@@ -95,10 +95,12 @@ def _failure(names: list[str], status: int, log: Path, cache_dir: Path) -> Build
     kept.parent.mkdir(exist_ok=True)
     kept.write_text(text)
     # ninja prints: "FAILED: [code=1] <output>", the command on the next line, then the compiler's output.
-    match = re.search(r"^FAILED: .*\n(.*)\n((?:(?!^\[\d+/\d+\] |^FAILED: |^ninja: ).*\n?)*)", text, re.MULTILINE)
+    match = re.search(
+        r"^FAILED: .*\n(.*)\n((?:(?!^\[\d+/\d+\] |^FAILED: |^ninja: ).*\n?)*)", text, re.MULTILINE
+    )
     command, output = (match[1], match[2]) if match else ("ninja", text)
-    tail = "\n".join(output.rstrip().splitlines()[:_TAIL_LINES])
+    shown = "\n".join(output.rstrip().splitlines()[:_OUTPUT_LINES])
     return BuildError(
         f"cannot build {', '.join(names) or 'the modules'} (ninja exit status {status})\n"
-        f"command: {command}\n{tail}\nfull log: {kept}"
+        f"command: {command}\n{shown}\nfull log: {kept}"
     )

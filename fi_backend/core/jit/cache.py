@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from ...env import CACHE_DIR
 from ...errors import BuildError
 from .compiler import host_isa, identity, toolchain
 from .module import ModuleSpec
 from .ninja_file import LIBRARY
+from .progress import say
 from .sources import dependency_texts
 
 _LAYOUT = "1"  # Raised when the way a module is built changes without a change of flags.
@@ -73,23 +74,29 @@ def is_built(folder: Path) -> bool:
 def locked(folders: list[Path]) -> Iterator[None]:
     """Hold the locks of `folders` against other processes, taken in one order so that none waits in a circle.
 
-    A file system without working locks is tolerated: renaming is atomic, so the only loss is that two
-    processes may compile the same module. Raises BuildError if the cache cannot be written.
+    A file system without working locks is tolerated: installing is one atomic rename, so the only loss is
+    that two processes may compile the same module. Raises BuildError if the cache cannot be written.
     """
     with ExitStack() as stack:
         for folder in sorted(folders):
             lock = FileLock(folder.with_name(f".{folder.name}.lock"))
             try:
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                lock.acquire()
-            except (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError) as error:
-                raise _not_writable(folder.parent, error) from error
-            except (OSError, NotImplementedError):
-                if not os.access(folder.parent, os.W_OK):
-                    raise
-                continue
-            stack.callback(lock.release)
+                _acquire(lock, folder)
+            except (OSError, NotImplementedError) as error:
+                if not os.access(folder.parent, os.W_OK | os.X_OK):
+                    raise _not_writable(folder.parent, error) from error
+            else:
+                stack.callback(lock.release)
         yield
+
+
+def _acquire(lock: FileLock, folder: Path) -> None:
+    try:
+        lock.acquire(timeout=0.5)
+    except Timeout:
+        say(f"waiting for another process that compiles {folder.name}")
+        lock.acquire()
 
 
 @contextmanager
@@ -143,7 +150,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _not_writable(cache_dir: Path, error: OSError) -> BuildError:
+def _not_writable(cache_dir: Path, error: Exception) -> BuildError:
     return BuildError(
         f"cache folder {cache_dir} cannot be written ({error}); set {CACHE_DIR.name} to a folder that can, "
         "or compile ahead of time with `fi-backend build` where it can"

@@ -19,11 +19,14 @@ from .module import csrc_root
 # No -ffast-math: infinities and NaN are values here. No contraction: kernels write fma where they mean
 # it, so that the bits do not depend on what the optimiser happened to fuse.
 CPU_FLAGS = (
-    "-std=c++20 -O3 -march=native -fopenmp -fPIC -fvisibility=hidden"
-    " -fno-math-errno -fno-trapping-math -ffp-contract=off -Wall -Wextra"
-).split()
-HOST_FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wextra".split()
-NVCC_FLAGS = "-std=c++20 -O3 -lineinfo --expt-relaxed-constexpr -Xcompiler=-fPIC,-fvisibility=hidden".split()
+    *("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fvisibility=hidden"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-Wall", "-Wextra"),
+)
+HOST_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+NVCC_FLAGS = (
+    *("-std=c++20", "-O3", "-lineinfo", "--expt-relaxed-constexpr"),
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+)
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,10 @@ def toolchain(arch: str) -> Toolchain:
     """Return the tools for `arch`; raises BuildError that says what to install if one is missing."""
     cxx = _which("g++", "install GCC 12 or newer (Debian and Ubuntu: apt-get install g++)")
     if arch == "cpu":
-        return Toolchain(cxx, None, tuple(CPU_FLAGS), (), ())
+        return Toolchain(cxx, None, CPU_FLAGS, (), ())
     nvcc = _find_nvcc()
     number = arch.removeprefix("sm_")
-    # The target is always explicit: asking the driver gives sm_90 on Hopper, on which wgmma does not assemble.
+    # Always explicit: asking the driver gives sm_90 on Hopper, for which wgmma does not assemble.
     gencode = f"-gencode=arch=compute_{number},code=sm_{number}"
     cuda = Path(nvcc).resolve().parent.parent
     libraries = next((d for d in (cuda / "lib64", cuda / "lib") if d.is_dir()), cuda / "lib64")
@@ -57,7 +60,7 @@ def toolchain(arch: str) -> Toolchain:
         nvcc,
         (*HOST_FLAGS, f"-isystem{cuda / 'include'}"),
         (gencode, *NVCC_FLAGS),
-        (f"-L{libraries}", "-lcudart"),
+        (f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lcudart"),
     )
 
 
@@ -150,4 +153,6 @@ def _find_nvcc() -> str:
     default = Path("/usr/local/cuda/bin/nvcc")
     if default.is_file():
         return str(default)
-    raise BuildError("nvcc: not found on PATH nor in /usr/local/cuda/bin; install the CUDA toolkit 12.4 or newer")
+    raise BuildError(
+        "nvcc: not found on PATH nor in /usr/local/cuda/bin; install the CUDA toolkit 12.4 or newer"
+    )

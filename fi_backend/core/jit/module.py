@@ -18,7 +18,7 @@ class ModuleSpec:
     """One shared library to compile and load.
 
     name       lower-case identifier, unique per (sources, defines); part of the cache folder's name
-    sources    files relative to `csrc_root()` (or absolute), `.cc` for g++ and `.cu` for nvcc; one object each
+    sources    files relative to `csrc_root()` (or absolute): `.cc` for g++, `.cu` for nvcc; one object each
     defines    (NAME, value) pairs that become -DNAME=value
     arch       "cpu" (this host's instruction set) or "sm_80", "sm_90a", ... (a CUDA target)
     generated  (file name, text) pairs written where `#include "file name"` of the sources finds them

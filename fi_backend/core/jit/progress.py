@@ -22,18 +22,23 @@ def say(text: str) -> None:
 
 @contextmanager
 def build_progress(names: list[str], objects: int) -> Iterator[Callable[[int, int], None]]:
-    """Show the build of the modules `names`; the value is a function to call with (steps done, steps in all)."""
+    """Show the build of the modules `names`; call the value with (steps done, steps in all)."""
     title = names[0] if len(names) == 1 else f"{len(names)} modules"
     start = time.monotonic()
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (TextColumn("compiling {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("compiling {task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task(title, total=objects)
             yield lambda done, total: progress.update(task, completed=done, total=total)
     else:
         say(f"compiling {title} ({objects} objects)")
-        yield lambda done, total: None
+        yield lambda _done, _total: None
         say(f"compiled {title} in {time.monotonic() - start:.1f} s")

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// The host planner: lengths in, plan bytes out. The same lengths give the same bytes.
+#pragma once
+#include <cstdint>
+#include <span>
+
+#include "plan.h"
+
+namespace fi {
+
+inline constexpr int kNumTiles = 5;
+inline constexpr int kTileLog2[kNumTiles] = {0, 4, 5, 6, 7};  // query tiles 1, 16, 32, 64, 128
+inline constexpr int kMaxSplitsPerCta = 4;
+
+// What the user states at construction; capacities follow from it.
+struct PlannerLimits {
+  int64_t max_requests;
+  int64_t max_tokens;
+  int64_t max_kv_len;
+};
+
+struct PlannerConfig {
+  PlannerLimits limits;
+  int32_t num_kv_heads;
+  int32_t group;
+  int32_t causal;
+  int32_t window_left;     // -1: off
+  int32_t invariant_grid;  // > 0: chunk borders are multiples of it, counted from the request's start
+  int32_t num_ctas;
+  int32_t planned_queues;   // 1: also run Algorithm 1
+  int32_t granule;          // chunk borders are multiples of it
+  int32_t min_chunk;        // KV tokens below which a split does not pay
+  int32_t alpha;            // cost = alpha * Tq + beta[tile] * KV tokens
+  int32_t beta[kNumTiles];  // by query tile
+  int32_t part_cost;        // writing and merging one partial state
+};
+
+// Upper bounds of everything a plan within `config.limits` can contain; see planner.cc for the proof.
+PlanCapacity plan_capacity(const PlannerConfig& config);
+
+// Index into kTileLog2 of the smallest query tile that holds `packed_rows`, the largest tile if none does.
+int query_tile(int64_t packed_rows);
+
+// Writes the plan. qo_indptr has one entry more than kv_lens; kv_lens may be upper bounds.
+// Throws std::invalid_argument before anything is written when the input breaks a limit.
+void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr, std::span<const int32_t> kv_lens,
+               std::span<uint8_t> buffer);
+
+}  // namespace fi

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block-sparse attention patterns with arbitrary block sizes, as index arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fi_backend.core.page_table import PageTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockSparse:
+    """A block-sparse matrix: which blocks of KV tokens each block of query tokens attends to.
+
+    indptr: int32 [row blocks + 1]; indices: int32 [nnz], column blocks of each row block, ascending.
+    num_rows, num_cols: query and KV tokens; block_rows (Br), block_cols (Bc): any size from 1. The last
+    block of a dimension may be partial. Attention over it is unmasked inside the chosen blocks: use it with
+    a spec of ``causal=False`` and ``page_size=block_cols``.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    num_rows: int
+    num_cols: int
+    block_rows: int
+    block_cols: int
+
+    @classmethod
+    def from_mask(cls, mask: Tensor, *, block_rows: int, block_cols: int) -> BlockSparse:
+        """Take the blocks of a dense mask that hold at least one True.
+
+        mask: bool [query tokens, KV tokens]. Raises ValueError when a block is only partly True: a
+        block-sparse matrix stores whole blocks; choose smaller blocks or a custom mask.
+        """
+        if mask.dim() != 2 or mask.dtype is not torch.bool:
+            raise TypeError(f"mask: expected bool [rows, cols]; got {mask.dtype} {tuple(mask.shape)}.")
+        rows, cols = mask.shape
+        row_blocks, col_blocks = -(-rows // block_rows), -(-cols // block_cols)
+        padded = torch.zeros(row_blocks * block_rows, col_blocks * block_cols, dtype=torch.bool)
+        padded[:rows, :cols] = mask
+        inside = torch.zeros_like(padded)
+        inside[:rows, :cols] = True
+
+        def count(values: Tensor) -> Tensor:
+            return values.view(row_blocks, block_rows, col_blocks, block_cols).sum((1, 3))
+
+        some = count(padded)
+        partly = (some > 0) & (some < count(inside))
+        if bool(partly.any()):
+            i, j = partly.nonzero()[0].tolist()
+            raise ValueError(
+                f"mask: expected whole {block_rows}x{block_cols} blocks; block ({i}, {j}) is only partly True. "
+                "Choose smaller blocks, or pass the mask as custom_mask."
+            )
+        chosen = some > 0
+        indptr = torch.zeros(row_blocks + 1, dtype=torch.int32)
+        indptr[1:] = chosen.sum(1).cumsum(0)
+        indices = chosen.nonzero()[:, 1].to(torch.int32)
+        return cls(indptr, indices, rows, cols, block_rows, block_cols)
+
+    @classmethod
+    def from_csr(
+        cls, indptr: Tensor, indices: Tensor, *, num_rows: int, num_cols: int, block_rows: int, block_cols: int
+    ) -> BlockSparse:
+        """Take block-CSR arrays as they are (no copy).
+
+        indptr: int32 [ceil(num_rows / block_rows) + 1]; indices: int32 [nnz], ascending inside a row.
+        Raises ValueError when the arrays do not describe such a matrix.
+        """
+        for name, value in (("block_rows", block_rows), ("block_cols", block_cols)):
+            if value < 1:
+                raise ValueError(f"{name}: expected >= 1; got {value}.")
+        row_blocks, col_blocks = -(-num_rows // block_rows), -(-num_cols // block_cols)
+        if indptr.dtype is not torch.int32 or indices.dtype is not torch.int32:
+            raise TypeError(f"indptr, indices: expected int32; got {indptr.dtype}, {indices.dtype}.")
+        if indptr.numel() != row_blocks + 1:
+            raise ValueError(f"indptr: expected {row_blocks + 1} entries for {num_rows} rows; got {indptr.numel()}.")
+        if indptr.device.type == "cpu":
+            steps = indptr.diff()
+            if bool((steps < 0).any()) or int(indptr[0]) != 0 or int(indptr[-1]) != indices.numel():
+                raise ValueError(
+                    f"indptr: expected a non-decreasing sequence from 0 to {indices.numel()}; got {indptr.tolist()}."
+                )
+            if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < col_blocks:
+                raise ValueError(f"indices: expected column blocks in 0..{col_blocks - 1}; got {indices.tolist()}.")
+            rises = indices.diff() > 0
+            inner = torch.ones(max(indices.numel() - 1, 0), dtype=torch.bool)
+            starts = indptr[1:-1].long()
+            inner[starts[(starts > 0) & (starts < indices.numel())] - 1] = False
+            if bool((inner & ~rises).any()):
+                raise ValueError("indices: expected ascending column blocks inside each row, without repeats.")
+        return cls(indptr, indices, num_rows, num_cols, block_rows, block_cols)
+
+    @property
+    def qo_indptr(self) -> Tensor:
+        """int32 [row blocks + 1]: the query tokens of each row block."""
+        starts = torch.arange(self.indptr.numel(), dtype=torch.int32) * self.block_rows
+        return starts.clamp_max(self.num_rows)
+
+    def to_page_table(self) -> PageTable:
+        """The same matrix as rows over pages of block_cols tokens; indices are shared, not copied."""
+        counts = self.indptr.diff().long()
+        kv_lens = counts * self.block_cols
+        partial = self.num_cols % self.block_cols
+        if partial and self.indices.numel():
+            last = self.indices[(self.indptr[1:].long() - 1).clamp_min(0)]
+            ends_partial = (counts > 0) & (last == self.num_cols // self.block_cols)
+            kv_lens -= ends_partial * (self.block_cols - partial)
+        return PageTable.from_csr(
+            self.indptr, self.indices, page_size=self.block_cols, kv_lens=kv_lens.to(torch.int32)
+        )

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host planner: cost model, capacities and the call that fills a plan buffer."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fi_backend.core import jit
+from fi_backend.core.plan import PlanLayout
+from fi_backend.core.spec import AttentionSpec
+
+MODULE = jit.ModuleSpec(
+    name="planner",
+    sources=("core/planner.cc", "core/lpt.cc", "bind/planner.cc"),
+)
+_SIZES = 16
+
+
+@cache
+def module() -> Any:
+    """The planner's native module, built on first use."""
+    return jit.load(MODULE)
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Integer costs of a work item: ``alpha * Tq + beta[tile] * KV tokens`` (+ part_cost when it is split).
+
+    beta: by query tile 1, 16, 32, 64, 128. granule: chunk borders are multiples of it (KV tokens).
+    min_chunk: KV tokens below which a split does not pay. invariant_grid: chunk length of the
+    batch-invariant mode. How the figures were fitted: docs/design/log.md.
+    """
+
+    granule: int = 64
+    min_chunk: int = 256
+    alpha: int = 1
+    beta: tuple[int, int, int, int, int] = (4, 4, 5, 6, 8)
+    part_cost: int = 64
+    invariant_grid: int = 512
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> CostModel:
+        """The fitted model of a kind of device.
+
+        On a CPU the arithmetic of a tile grows with its rows, while on a GPU tensor cores hide it behind the
+        reads of the KV cache.
+        """
+        if device.type == "cpu":
+            return cls(alpha=8, beta=(1, 4, 8, 16, 32), part_cost=64)
+        return cls()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a plan may be asked for: requests and query tokens of one step, KV tokens of one request."""
+
+    max_requests: int
+    max_tokens: int
+    max_kv_len: int
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_tokens", "max_kv_len"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}: expected an int; got {value!r} of type {type(value).__name__}.")
+            if not 1 <= value < 2**31:
+                raise ValueError(f"{name}: expected 1 .. 2**31 - 1; got {value}.")
+
+
+class Planner:
+    """Fills plan buffers for one spec under fixed limits, reading host lengths only.
+
+    spec, limits: see there. num_ctas: CTAs (threads on a CPU) to balance over. planned_queues: also assign
+    every item to a CTA by the paper's Algorithm 1. costs: the cost model.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, limits: Limits, *, num_ctas: int, costs: CostModel, planned_queues: bool = False
+    ) -> None:
+        if num_ctas < 1:
+            raise ValueError(f"num_ctas: expected >= 1; got {num_ctas}.")
+        self.limits = limits
+        self.costs = costs
+        self.config = torch.tensor(
+            [
+                *astuple(limits),
+                spec.num_kv_heads,
+                spec.group_size,
+                spec.causal,
+                spec.window_left,
+                costs.invariant_grid if spec.batch_invariant else 0,
+                num_ctas,
+                planned_queues,
+                costs.granule,
+                costs.min_chunk,
+                costs.alpha,
+                *costs.beta,
+                costs.part_cost,
+                0,
+            ],
+            dtype=torch.int64,
+        )
+        sizes = torch.empty(_SIZES, dtype=torch.int64)
+        native = module()
+        native.sizes(self.config, spec.head_dim_v, sizes)
+        values = sizes.tolist()
+        self.capacity: tuple[int, ...] = tuple(values[:7])
+        self.layout = PlanLayout(*values[7:15])
+        self.scratch_bytes: int = values[15]
+        self._plan = native.plan
+
+    def plan(self, qo_indptr: Tensor, kv_lens: Tensor, buffer: Tensor) -> None:
+        """Write the plan of one step.
+
+        qo_indptr: host int32 [requests + 1]; kv_lens: host int32 [requests], exact or upper bounds;
+            buffer: host uint8 [layout.total]. Raises ValueError before anything is written when a limit is
+            broken.
+        """
+        self._plan(self.config, qo_indptr, kv_lens, buffer)

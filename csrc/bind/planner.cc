@@ -43,7 +43,7 @@ std::span<const int32_t> int32_vector(const char* name, TensorView t) {
   return {static_cast<const int32_t*>(t.data_ptr()), size_t(t.size(0))};
 }
 
-// capacity (7 values), plan layout (8), scratch bytes: everything a caller has to allocate.
+// capacity (8 values), plan layout (9), scratch bytes: everything a caller has to allocate.
 void sizes(TensorView config, int64_t head_dim_v, TensorView out) {
   const PlannerConfig c = read_config(config);
   PlanCapacity cap{};
@@ -53,8 +53,8 @@ void sizes(TensorView config, int64_t head_dim_v, TensorView out) {
     TVM_FFI_THROW(ValueError) << e.what();
   }
   const PlanLayout l = plan_layout(cap);
-  const int64_t values[] = {cap.requests, cap.items, cap.units, cap.parts, cap.partial_rows, cap.queues, cap.queue_entries,
-                            l.header, l.items, l.units, l.parts, l.kv_len_bounds, l.queue_begin, l.queue_entries, l.total,
+  const int64_t values[] = {cap.requests, cap.items, cap.units, cap.parts, cap.partial_rows, cap.queues, cap.queue_entries, cap.counters,
+                            l.header, l.items, l.units, l.parts, l.kv_len_bounds, l.queue_begin, l.queue_entries, l.counters, l.total,
                             scratch_layout(cap, c.num_kv_heads, int32_t(head_dim_v)).total};
   std::copy(std::begin(values), std::end(values), static_cast<int64_t*>(out.data_ptr()));
 }

@@ -59,7 +59,7 @@ struct AttentionParams {
   PlanLayout layout;
   float* partial_out;  // [partial_rows, num_kv_heads, head_dim_v]
   float* partial_lse;  // [partial_rows, num_kv_heads]
-  int32_t* counters;   // [1 + units * num_kv_heads]: ticket, arrivals of each (unit, KV head); zero at rest
+  int32_t* counters;   // the plan's section of that name
 };
 
 }  // namespace fi

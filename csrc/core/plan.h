@@ -73,7 +73,9 @@ struct PlanCapacity {
   int32_t partial_rows;
   int32_t queues;         // 0 without planned queues
   int32_t queue_entries;  // 0 without planned queues
+  int32_t counters;       // 1 + units * KV heads
 };
+inline constexpr int kCapacityFields = 8;
 
 // Byte offsets of the sections in the plan buffer; a function of the capacity alone, so that they are
 // constants inside a captured graph.
@@ -85,6 +87,9 @@ struct PlanLayout {
   int64_t kv_len_bounds;  // int32, num_requests: the KV lengths that the plan was made for
   int64_t queue_begin;    // int32, num_queues + 1
   int64_t queue_entries;  // int32, item * num_kv_heads + KV head
+  // int32: the ticket, then the arrivals of each (unit, KV head). Zeroed by every plan, so that an aborted
+  // launch cannot poison the next step, and reset by every launch. The one section that kernels write.
+  int64_t counters;
   int64_t total;
 };
 
@@ -99,7 +104,8 @@ inline constexpr PlanLayout plan_layout(const PlanCapacity& c) {
   l.kv_len_bounds = align_up(l.parts + int64_t(c.parts) * 4, 128);
   l.queue_begin = align_up(l.kv_len_bounds + int64_t(c.requests) * 4, 128);
   l.queue_entries = align_up(l.queue_begin + (c.queues ? int64_t(c.queues) + 1 : 0) * 4, 128);
-  l.total = align_up(l.queue_entries + int64_t(c.queue_entries) * 4, 128);
+  l.counters = align_up(l.queue_entries + int64_t(c.queue_entries) * 4, 128);
+  l.total = align_up(l.counters + int64_t(c.counters) * 4, 128);
   return l;
 }
 

@@ -220,10 +220,11 @@ PlanCapacity plan_capacity(const PlannerConfig& config) {
   const int64_t height = std::min<int64_t>(kMaxQueryTile, rows);
   const int64_t items = tiles + splits;
   const int64_t entries = config.planned_queues ? items * config.num_kv_heads : 0;
-  for (int64_t v : {items, states * height, entries, config.limits.max_requests})
+  const int64_t counters = 1 + units * config.num_kv_heads;
+  for (int64_t v : {items, states * height, entries, counters, config.limits.max_requests})
     if (v > std::numeric_limits<int32_t>::max()) fail("max_requests, max_tokens: expected a plan of fewer than 2^31 entries; got " + std::to_string(v) + ".");
   return {int32_t(config.limits.max_requests), int32_t(items), int32_t(units), int32_t(states), int32_t(states * height),
-          config.planned_queues ? config.num_ctas : 0, int32_t(entries)};
+          config.planned_queues ? config.num_ctas : 0, int32_t(entries), int32_t(counters)};
 }
 
 void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr, std::span<const int32_t> kv_lens,
@@ -259,6 +260,8 @@ void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr, 
     auto* entries = reinterpret_cast<int32_t*>(buffer.data() + layout.queue_entries);
     assign_queues({items, scratch.items.size()}, config.num_kv_heads, config.num_ctas, begin, entries);
   }
+
+  std::memset(buffer.data() + layout.counters, 0, size_t(cap.counters) * 4);
 
   PlanHeader header{};
   header.magic = kPlanMagic;

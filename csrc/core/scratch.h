@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The scratch memory of a launch: partial states and the counters of the merge.
+// The scratch memory of a launch: its partial states. Layers that run one after another may share it.
 #pragma once
 #include <cstdint>
 
@@ -8,7 +8,6 @@
 namespace fi {
 
 struct ScratchLayout {
-  int64_t counters;     // int32 [1 + units * num_kv_heads]
   int64_t partial_lse;  // float [partial_rows, num_kv_heads]
   int64_t partial_out;  // float [partial_rows, num_kv_heads, head_dim_v]
   int64_t total;
@@ -17,8 +16,7 @@ struct ScratchLayout {
 inline constexpr ScratchLayout scratch_layout(const PlanCapacity& c, int32_t num_kv_heads, int32_t head_dim_v) {
   const int64_t states = int64_t(c.partial_rows) * num_kv_heads;
   ScratchLayout l{};
-  l.counters = 0;
-  l.partial_lse = align_up((1 + int64_t(c.units) * num_kv_heads) * 4, 128);
+  l.partial_lse = 0;
   l.partial_out = align_up(l.partial_lse + states * 4, 128);
   l.total = align_up(l.partial_out + states * head_dim_v * 4, 128);
   return l;

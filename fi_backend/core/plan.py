@@ -65,6 +65,7 @@ class PlanLayout(NamedTuple):
     kv_len_bounds: int
     queue_begin: int
     queue_entries: int
+    counters: int
     total: int
 
 

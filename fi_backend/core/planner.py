@@ -18,7 +18,7 @@ MODULE = jit.ModuleSpec(
     name="planner",
     sources=("core/planner.cc", "core/lpt.cc", "bind/planner.cc"),
 )
-_SIZES = 16
+_SIZES = 18
 
 
 @cache
@@ -109,9 +109,9 @@ class Planner:
         native = module()
         native.sizes(self.config, spec.head_dim_v, sizes)
         values = sizes.tolist()
-        self.capacity: tuple[int, ...] = tuple(values[:7])
-        self.layout = PlanLayout(*values[7:15])
-        self.scratch_bytes: int = values[15]
+        self.capacity: tuple[int, ...] = tuple(values[:8])
+        self.layout = PlanLayout(*values[8:17])
+        self.scratch_bytes: int = values[17]
         self._plan = native.plan
 
     def plan(self, qo_indptr: Tensor, kv_lens: Tensor, buffer: Tensor) -> None:

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a batch of requests: plan once a step, run once a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fi_backend.core import kernels
+from fi_backend.core.block_sparse import BlockSparse
+from fi_backend.core.custom_mask import PackedMask, pack_mask
+from fi_backend.core.page_table import PageTable
+from fi_backend.core.plan import Plan
+from fi_backend.core.planner import CostModel, Limits, Planner
+from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.support import unsupported_reason
+from fi_backend.errors import PlanError, UnsupportedError
+
+_Scale = float | Tensor
+
+
+@lru_cache(maxsize=256)
+def _scale_tensor(value: float) -> Tensor:
+    return torch.tensor([value], dtype=torch.float32)
+
+
+class BatchAttention:
+    """Attention over paged or contiguous KV for up to `max_requests` requests a step.
+
+    spec: what is fixed for the layer. max_requests, max_tokens: of one step (query tokens of all requests
+    together). max_kv_len: KV tokens of one request. device: where q and the caches live. num_ctas: workers to
+    balance over (default: torch's intra-op threads). planned_queues: run the queues of the paper's Algorithm 1
+    instead of drawing items by ticket. workspace: uint8, at least workspace_size() bytes, contents
+    arbitrary; layers that run one after another may share it (default: an own one).
+
+    All memory is allocated here; plan() and run() allocate nothing but the output when none is given.
+    Raises UnsupportedError when the spec cannot run on the device (see support.unsupported_reason).
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        max_requests: int,
+        max_tokens: int,
+        max_kv_len: int,
+        device: str | torch.device = "cpu",
+        num_ctas: int | None = None,
+        planned_queues: bool = False,
+        workspace: Tensor | None = None,
+        costs: CostModel | None = None,
+    ) -> None:
+        if reason := unsupported_reason(spec, device):
+            raise UnsupportedError(reason)
+        self.spec = spec
+        self.device = torch.device(device)
+        self.planner = Planner(
+            spec,
+            Limits(max_requests, max_tokens, max_kv_len),
+            num_ctas=num_ctas or torch.get_num_threads(),
+            costs=costs or CostModel.for_device(self.device),
+            planned_queues=planned_queues,
+        )
+        self._kernel = kernels.attention_key(spec)
+        self._capacity = torch.tensor(self.planner.capacity, dtype=torch.int64)
+        self._plan_buffer = torch.zeros(self.planner.layout.total, dtype=torch.uint8)
+        self._workspace = self._take_workspace(workspace)
+        self._plan = Plan(self._plan_buffer.numpy(), self.planner.layout)
+        self._qo_indptr: Tensor | None = None
+        self._table: PageTable | None = None
+        self._mask: PackedMask | None = None
+
+    def workspace_size(self) -> int:
+        """Bytes of scratch memory that run() needs: the partial states of the largest possible plan."""
+        return self.planner.scratch_bytes
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        page_table: PageTable | BlockSparse,
+        *,
+        qo_indptr_host: Tensor | None = None,
+        kv_lens_host: Tensor | None = None,
+        custom_mask: Tensor | Sequence[Tensor] | None = None,
+    ) -> Plan:
+        """Balance one step; every layer of the step then calls run().
+
+        qo_indptr: int32 [requests + 1], first query token of each request. page_table: where the KV of the
+        same requests lies. qo_indptr_host, kv_lens_host: host int32 copies (default: the tensors
+        themselves on a CPU); kv_lens_host may be an upper bound, since run() reads the exact lengths.
+        custom_mask: bool, see custom_mask.pack_mask; needs a spec with custom_mask=True and exact lengths.
+
+        Returns a view of the plan, valid until the next call. Raises PlanError (a ValueError) naming the
+        argument when an input breaks a limit; the previous plan then stays.
+        """
+        if isinstance(page_table, BlockSparse):
+            if self.spec.causal or self.spec.window_left >= 0:
+                raise PlanError(
+                    "page_table: BlockSparse rows carry no token positions; expected a spec with causal=False "
+                    "and window_left=-1. Put the mask into the blocks, or pass custom_mask."
+                )
+            page_table = page_table.to_page_table()
+        self._check_table(qo_indptr, page_table)
+        q_host = qo_indptr if qo_indptr_host is None else qo_indptr_host
+        kv_host = page_table.kv_lens if kv_lens_host is None else kv_lens_host
+        mask = self._pack(custom_mask, q_host, kv_host)
+        try:
+            self.planner.plan(q_host, kv_host, self._plan_buffer)
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+        self._qo_indptr, self._table, self._mask = qo_indptr, page_table, mask
+        return self._plan
+
+    def run(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        k_scale: _Scale = 1.0,
+        v_scale: _Scale = 1.0,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Compute attention of the planned step.
+
+        q: [tokens, num_qo_heads, head_dim] of spec.dtype, last dimension contiguous; rows past the planned
+            tokens are ignored. k_cache: [pages, page_size, num_kv_heads, head_dim], v_cache the same with
+            head_dim_v, of spec.kv_dtype (fp8 also as uint8), any strides with a contiguous last dimension;
+            contiguous KV: [total, num_kv_heads, head_dim].
+        out: [tokens, num_qo_heads, head_dim_v] of spec.dtype (default: allocated). lse: float32
+            [tokens, num_qo_heads], natural log, written when given. Rows that see no key get o = 0,
+            lse = -inf.
+        k_scale, v_scale: dequantisation of K and V: a float, or float32 [1] or [num_kv_heads].
+        alibi_slopes, sinks: float32 [num_qo_heads]; needed exactly when the spec says so.
+
+        Returns out. Raises PlanError without a plan; ValueError or TypeError naming the argument.
+        """
+        if self._table is None or self._qo_indptr is None:
+            raise PlanError("run(): expected plan() to have been called for this step; got no plan.")
+        spec = self.spec
+        if out is None:
+            if q.dim() != 3:
+                raise ValueError(f"q: expected [tokens, num_qo_heads, head_dim]; got shape {tuple(q.shape)}.")
+            out = q.new_empty(q.shape[0], spec.num_qo_heads, spec.head_dim_v)
+        if (alibi_slopes is not None) != spec.alibi:
+            raise ValueError(f"alibi_slopes: expected {'a tensor' if spec.alibi else 'None'}, as spec.alibi says; got the opposite.")
+        if (sinks is not None) != spec.sinks:
+            raise ValueError(f"sinks: expected {'a tensor' if spec.sinks else 'None'}, as spec.sinks says; got the opposite.")
+        kernels.run_attention(
+            self._kernel,
+            spec,
+            q,
+            k_cache,
+            v_cache,
+            self._qo_indptr,
+            self._table,
+            self._mask,
+            self._plan_buffer,
+            self._capacity,
+            self._workspace,
+            k_scale if isinstance(k_scale, Tensor) else _scale_tensor(float(k_scale)),
+            v_scale if isinstance(v_scale, Tensor) else _scale_tensor(float(v_scale)),
+            alibi_slopes,
+            sinks,
+            out,
+            lse,
+        )
+        return out
+
+    def _take_workspace(self, workspace: Tensor | None) -> Tensor:
+        size = self.workspace_size()
+        if workspace is None:
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+        if workspace.dtype is not torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
+            raise TypeError(f"workspace: expected a contiguous uint8 vector; got {workspace.dtype} {tuple(workspace.shape)}.")
+        if workspace.device != self.device:
+            raise ValueError(f"workspace: expected device {self.device}; got {workspace.device}.")
+        if workspace.numel() < size:
+            raise ValueError(f"workspace: expected at least workspace_size() = {size} bytes; got {workspace.numel()}.")
+        if workspace.data_ptr() % 128:
+            raise ValueError("workspace: expected a 128-byte aligned start; allocate it as a tensor of its own.")
+        return workspace
+
+    def _check_table(self, qo_indptr: Tensor, table: PageTable) -> None:
+        if qo_indptr.dtype is not torch.int32:
+            raise TypeError(f"qo_indptr: expected int32; got {qo_indptr.dtype}.")
+        if qo_indptr.dim() != 1 or qo_indptr.shape[0] != table.num_requests + 1:
+            raise PlanError(
+                f"qo_indptr: expected {table.num_requests + 1} entries, one more than the page table has requests; "
+                f"got shape {tuple(qo_indptr.shape)}."
+            )
+        expected = 1 if table.indices is None else self.spec.page_size
+        if table.page_size != expected:
+            raise PlanError(f"page_table: expected page_size {expected}, the spec's; got {table.page_size}.")
+        for name, tensor in (("qo_indptr", qo_indptr), ("page_table", table.kv_lens)):
+            if tensor.device != self.device:
+                raise PlanError(f"{name}: expected device {self.device}; got {tensor.device}.")
+
+    def _pack(
+        self, mask: Tensor | Sequence[Tensor] | None, qo_indptr: Tensor, kv_lens: Tensor
+    ) -> PackedMask | None:
+        if (mask is not None) != self.spec.custom_mask:
+            expected = "a mask" if self.spec.custom_mask else "None"
+            raise PlanError(f"custom_mask: expected {expected}, as spec.custom_mask says; got the opposite.")
+        return None if mask is None else pack_mask(mask, qo_indptr.diff(), kv_lens)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Custom masks: one boolean matrix a request, packed to bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMask:
+    """Bits, little end first; request r starts at byte begin[r] and its rows are kv_len[r] bits long.
+
+    bits: uint8 [bytes]; begin: int64 [requests]; kv_len: int32 [requests].
+    """
+
+    bits: Tensor
+    begin: Tensor
+    kv_len: Tensor
+
+
+def pack_mask(mask: Tensor | Sequence[Tensor], q_lens: Tensor, kv_lens: Tensor) -> PackedMask:
+    """Pack a custom mask.
+
+    mask: bool; either one [q_len, kv_len] matrix a request, or all of them flattened row by row into one
+        vector of sum(q_len * kv_len) elements. True keeps the key.
+    q_lens, kv_lens: host int32 [requests], exact. Raises ValueError naming the request whose shape is wrong.
+    """
+    sizes = (q_lens.long() * kv_lens.long()).tolist()
+    if isinstance(mask, Tensor):
+        if mask.dtype is not torch.bool:
+            raise TypeError(f"custom_mask: expected bool; got {mask.dtype}.")
+        if mask.numel() != sum(sizes):
+            raise ValueError(
+                f"custom_mask: expected {sum(sizes)} elements, the sum of q_len * kv_len over "
+                f"{len(sizes)} requests; got {mask.numel()}."
+            )
+        pieces = list(mask.reshape(-1).split(sizes)) if sizes else []
+    else:
+        pieces = list(mask)
+        if len(pieces) != len(sizes):
+            raise ValueError(f"custom_mask: expected {len(sizes)} matrices, one a request; got {len(pieces)}.")
+        for row, (piece, q_len, kv_len) in enumerate(zip(pieces, q_lens.tolist(), kv_lens.tolist(), strict=True)):
+            if piece.dtype is not torch.bool or tuple(piece.shape) != (q_len, kv_len):
+                raise ValueError(
+                    f"custom_mask[{row}]: expected bool {(q_len, kv_len)}; got {piece.dtype} {tuple(piece.shape)}."
+                )
+    packed = [np.packbits(piece.cpu().numpy().reshape(-1), bitorder="little") for piece in pieces]
+    begin = np.zeros(len(packed), dtype=np.int64)
+    begin[1:] = np.cumsum([p.size for p in packed[:-1]])
+    bits = np.concatenate(packed) if packed else np.zeros(0, dtype=np.uint8)
+    return PackedMask(torch.from_numpy(bits), torch.from_numpy(begin), kv_lens.clone())

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native attention kernels: which module serves a spec, and the call into it.
+
+Eager code calls the native function directly; under torch.compile the same call goes through the
+operator ``fi_backend::attention`` (a dispatcher call costs about 3 us, the direct one under 1 us).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fi_backend import env
+from fi_backend.core import jit
+from fi_backend.core.custom_mask import PackedMask
+from fi_backend.core.page_table import PageTable
+from fi_backend.core.spec import AttentionSpec
+
+OPS_MODULE = jit.ModuleSpec(name="cpu_ops", sources=("cpu/append.cc", "cpu/merge.cc", "bind/cpu_ops.cc"))
+
+_DTYPE_CODES = {"float32": "0", "float16": "1", "bfloat16": "2", "float8_e4m3fn": "3", "float8_e5m2": "4"}
+
+_SCHEMA = (
+    "attention(str kernel, Tensor q, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, Tensor? indices, "
+    "Tensor row_begin, Tensor row_end, Tensor kv_lens, int index_step, int index_divisor, int page_size, "
+    "int num_pages, Tensor(a!) plan, Tensor capacity, Tensor(b!) workspace, float scale, Tensor k_scale, "
+    "Tensor v_scale, bool causal, int window_left, float soft_cap, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? mask, Tensor? mask_begin, Tensor? mask_kv_len, bool debug, int num_threads, Tensor(c!) out, "
+    "Tensor(d!)? lse) -> ()"
+)
+
+
+def attention_module(dtype: str, kv_dtype: str) -> jit.ModuleSpec:
+    """The CPU module that serves queries of `dtype` over a cache of `kv_dtype`."""
+    return jit.ModuleSpec(
+        name=f"cpu_attention_{dtype}_{kv_dtype}",
+        sources=("cpu/attention.cc", "bind/cpu_attention.cc"),
+        defines=(("FI_Q_DTYPE", _DTYPE_CODES[dtype]), ("FI_KV_DTYPE", _DTYPE_CODES[kv_dtype])),
+    )
+
+
+@cache
+def _native(kernel: str) -> Any:
+    dtype, kv_dtype = kernel.split("/")
+    return jit.load(attention_module(dtype, kv_dtype)).run
+
+
+def attention_key(spec: AttentionSpec) -> str:
+    """Build or load the module for `spec` and return the name that run_attention() knows it by."""
+    key = f"{spec.dtype}/{spec.kv_dtype}"
+    _native(key)
+    return key
+
+
+def run_attention(
+    kernel: str,
+    spec: AttentionSpec,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    table: PageTable,
+    mask: PackedMask | None,
+    plan: Tensor,
+    capacity: Tensor,
+    workspace: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Run a planned step; arguments as in BatchAttention.run() and .plan().
+
+    Raises ValueError or TypeError naming the argument before anything is written.
+    """
+    pages = k_cache.shape[0] if k_cache.dim() == 4 else -(-k_cache.shape[0] // table.page_size)
+    arguments = (
+        q,
+        k_cache,
+        v_cache,
+        qo_indptr,
+        table.indices,
+        table.row_begin,
+        table.row_end,
+        table.kv_lens,
+        table.index_step,
+        table.index_divisor,
+        table.page_size,
+        pages,
+        plan,
+        capacity,
+        workspace,
+        spec.scale,
+        k_scale,
+        v_scale,
+        spec.causal,
+        spec.window_left,
+        spec.logits_soft_cap,
+        alibi_slopes,
+        sinks,
+        None if mask is None else mask.bits,
+        None if mask is None else mask.begin,
+        None if mask is None else mask.kv_len,
+        env.debug(),
+        torch.get_num_threads(),
+        out,
+        lse,
+    )
+    if torch.compiler.is_compiling():
+        torch.ops.fi_backend.attention(kernel, *arguments)
+    else:
+        _native(kernel)(*arguments)
+
+
+def _attention_op(kernel: str, *arguments: Any) -> None:
+    _native(kernel)(*arguments)
+
+
+def _register() -> None:
+    # Library.define/impl, not custom_op: the latter costs about 26 us a call.
+    library = torch.library.Library("fi_backend", "FRAGMENT")
+    library.define(_SCHEMA)
+    library.impl("attention", _attention_op, "CPU")
+    torch.library.register_fake("fi_backend::attention", lambda *_: None, lib=library)
+    _LIBRARIES.append(library)
+
+
+_LIBRARIES: list[torch.library.Library] = []
+_register()

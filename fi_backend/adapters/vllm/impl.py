@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attention layer: writes the step's keys and values into the cache and runs the planned attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from fi_backend.core.append import append_kv
+from fi_backend.core.counters import APPENDED, CALLS, LAYERS, TOKENS, counters
+from fi_backend.errors import UnsupportedError
+
+from . import compat
+from .metadata import FiMetadata
+from .translate import layer_spec, refuse_unknown_options, step_limits
+from .workspace import reserve
+
+
+class FiAttentionImpl(AttentionImpl[FiMetadata]):
+    """The implementation object of one vLLM attention layer."""
+
+    supports_dcp: bool = False
+    supports_pcp: bool = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        """Describe the layer, and allocate and compile what it needs before vLLM profiles memory."""
+        if attn_type != AttentionType.DECODER:
+            raise UnsupportedError(f"attn_type: fi runs decoder attention; got {attn_type}.")
+        refuse_unknown_options(options)
+        config = get_current_vllm_config()
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.spec = layer_spec(
+            num_heads=num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=head_size,
+            scale=self.scale,
+            dtype=torch.get_default_dtype(),
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=config.cache_config.block_size,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            alibi=alibi_slopes is not None,
+            sinks=sinks is not None,
+            batch_invariant=envs.VLLM_BATCH_INVARIANT,
+        )
+        reserve(self.spec, step_limits(config), config.device_config.device)
+        self._quantised = self.spec.kv_dtype.startswith("float8")
+        self._cache: Tensor | None = None
+        self._views: tuple[Tensor, Tensor] | None = None
+        counters().name_engine(compat.engine())
+        counters().add(LAYERS)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write the keys and values of a step into the cache.
+
+        key: [tokens, num_kv_heads, head_size]; value: the same with the head size of V; kv_cache: see
+        `forward`; slot_mapping: int64 [tokens or fewer], block * block size + offset, -1 to skip.
+        """
+        if kv_cache.numel() == 0:  # profiling, before the caches exist
+            return
+        tokens = slot_mapping.shape[0]
+        k_cache, v_cache = self._split(kv_cache)
+        append_kv(key[:tokens], value[:tokens], k_cache, v_cache, slot_mapping, **self._scales(layer))
+        counters().add(APPENDED, tokens)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: FiMetadata | None,
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend over the cache, which holds this step's keys and values already.
+
+        query: [tokens, num_heads, head_size]; kv_cache: [blocks, num_kv_heads, block size, K and V side by
+        side], any strides; output: [tokens, num_heads, head size of V], returned. Without metadata, which
+        is how vLLM profiles, the output is zero.
+        """
+        assert output is not None, "vLLM allocates the output of every attention layer"
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError("output_scale: fused output quantisation is not supported by fi.")
+        if attn_metadata is None:
+            return output.fill_(0)
+        tokens = attn_metadata.num_actual_tokens
+        k_cache, v_cache = self._split(kv_cache)
+        attn_metadata.attention[self.spec].run(
+            query[:tokens],
+            k_cache,
+            v_cache,
+            out=output[:tokens],
+            alibi_slopes=self.alibi_slopes,
+            # Weights are loaded, and may be reloaded, after construction.
+            sinks=None if self.sinks is None else self.sinks.float(),
+            **self._scales(layer),
+        )
+        count = counters()
+        count.add(CALLS)
+        count.add(TOKENS, tokens)
+        return output
+
+    def _split(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of the packed cache as views [blocks, block size, num_kv_heads, head size]."""
+        if self._views is None or kv_cache is not self._cache:
+            tokens_first = kv_cache.transpose(1, 2)
+            self._cache = kv_cache
+            self._views = tokens_first[..., : self.head_size], tokens_first[..., self.head_size :]
+        return self._views
+
+    def _scales(self, layer: Any) -> dict[str, Tensor]:
+        if not self._quantised:
+            return {}
+        return {"k_scale": layer._k_scale.view(1), "v_scale": layer._v_scale.view(1)}

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans a step: vLLM's common metadata in, one plan for each kind of layer out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
+
+from fi_backend.core.attention import BatchAttention
+from fi_backend.core.counters import EXPECTED_CALLS, PLANS, STEPS, counters
+from fi_backend.core.page_table import PageTable
+from fi_backend.core.spec import AttentionSpec
+from fi_backend.errors import UnsupportedError
+
+from . import compat
+from .translate import step_limits
+from .workspace import batch_attention
+
+
+@dataclass
+class FiMetadata:
+    """What the layers of one KV cache group need in one step.
+
+    num_actual_tokens: query tokens; rows past them are padding.
+    attention: the planned attention of each kind of layer, by the layer's own spec.
+    slot_mapping: int64 [tokens], for KV connectors.
+    """
+
+    num_actual_tokens: int
+    attention: dict[AttentionSpec, BatchAttention]
+    slot_mapping: torch.Tensor
+
+
+class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
+    """Owns the plans of one KV cache group and makes them anew for every step."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, **_: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = vllm_config.compilation_config.static_forward_context
+        limits = step_limits(
+            vllm_config, attention_chunk_size=getattr(kv_cache_spec, "attention_chunk_size", None)
+        )
+        self.block_size: int = kv_cache_spec.block_size
+        self.attention: dict[AttentionSpec, BatchAttention] = {}
+        for name in layer_names:
+            # Windows, caps and head counts may differ among the layers that share a cache.
+            declared: AttentionSpec = layers[name].impl.spec
+            if declared not in self.attention:
+                spec = replace(declared, page_size=self.block_size, head_dim_v=layers[name].head_size_v)
+                self.attention[declared] = batch_attention(spec, limits, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FiMetadata:
+        """Plan a step; drafting and profiling steps come here too."""
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise UnsupportedError(
+                "causal: the fi back end runs causal decoder attention alone in this version."
+            )
+        requests = common.num_reqs
+        qo_indptr_host = common.query_start_loc_cpu[: requests + 1]
+        table = PageTable.from_block_table(
+            common.block_table_tensor[:requests], common.seq_lens[:requests], page_size=self.block_size
+        )
+        kv_lens_host = compat.kv_len_bounds(common)
+        for attention in self.attention.values():
+            attention.plan(
+                common.query_start_loc[: requests + 1],
+                table,
+                qo_indptr_host=qo_indptr_host,
+                kv_lens_host=kv_lens_host,
+            )
+        count = counters()
+        count.add(STEPS)
+        count.add(PLANS, len(self.attention))
+        count.add(EXPECTED_CALLS, len(self.layer_names))
+        return FiMetadata(int(qo_indptr_host[-1]), self.attention, common.slot_mapping)

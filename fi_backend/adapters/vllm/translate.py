@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's words for an attention layer and for the size of a step, in the words of the core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from fi_backend.core.planner import Limits
+from fi_backend.core.spec import AttentionSpec
+from fi_backend.errors import UnsupportedError
+
+_KV_DTYPES: Final = {
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+
+
+def layer_spec(
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    scale: float,
+    dtype: torch.dtype,
+    kv_cache_dtype: str,
+    block_size: int,
+    sliding_window: int | None,
+    logits_soft_cap: float | None,
+    alibi: bool,
+    sinks: bool,
+    batch_invariant: bool,
+) -> AttentionSpec:
+    """Return the spec of a decoder attention layer.
+
+    sliding_window counts the keys that a query sees, its own included, as vLLM's does; None: all.
+    Raises UnsupportedError for a KV cache dtype that the kernels do not read.
+    """
+    if kv_cache_dtype != "auto" and kv_cache_dtype not in _KV_DTYPES:
+        raise UnsupportedError(
+            f"kv_cache_dtype: expected auto, {', '.join(_KV_DTYPES)}; got {kv_cache_dtype}."
+        )
+    return AttentionSpec(
+        num_heads,
+        num_kv_heads,
+        head_size,
+        dtype=str(dtype),
+        kv_dtype=_KV_DTYPES.get(kv_cache_dtype, str(dtype)),
+        page_size=block_size,
+        scale=scale,
+        window_left=-1 if sliding_window is None else sliding_window - 1,
+        logits_soft_cap=logits_soft_cap or 0.0,
+        alibi=alibi,
+        sinks=sinks,
+        batch_invariant=batch_invariant,
+    )
+
+
+def refuse_unknown_options(options: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for a layer option that is on and that the kernels know nothing of.
+
+    Models hand such options straight to the layer, past vLLM's check of the configuration; running
+    without them would give wrong text.
+    """
+    active = {
+        name: value
+        for name, value in options.items()
+        if value is not None and value is not False and value != -1
+    }
+    if active:
+        shown = ", ".join(f"{name}={value!r}" for name, value in active.items())
+        raise UnsupportedError(
+            f"attention layer options not supported by fi: {shown}. Choose another --attention-backend."
+        )
+
+
+def step_limits(vllm_config: Any, *, attention_chunk_size: int | None = None) -> Limits:
+    """Return what any step of this engine stays within.
+
+    attention_chunk_size: for chunked local attention, where vLLM turns every chunk of a request that a
+    step touches into a request of its own.
+    """
+    scheduler = vllm_config.scheduler_config
+    requests, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    kv_len = vllm_config.model_config.max_model_len
+    if (speculation := vllm_config.speculative_config) is not None:
+        # A drafter may append its slots to every request of a full step, past the model's length.
+        drafts = (speculation.num_speculative_tokens or 0) + 1
+        tokens += 2 * drafts * requests
+        kv_len += 2 * drafts
+    if attention_chunk_size is not None:
+        requests = 2 * requests + -(-tokens // attention_chunk_size)
+    return Limits(max_requests=requests, max_tokens=tokens, max_kv_len=kv_len)

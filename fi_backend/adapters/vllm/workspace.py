@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scratch memory that all attention layers of a process share, and the kernels that they run.
+
+Layers run one after another, so one scratch area serves them all.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from fi_backend.core.attention import BatchAttention
+from fi_backend.core.planner import Limits
+from fi_backend.core.spec import AttentionSpec
+
+_ALIGNMENT = 128
+_pool: dict[torch.device, torch.Tensor] = {}
+
+
+def reserve(spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
+    """Allocate the scratch memory that `spec` needs and load its kernels, compiling them if need be.
+
+    Called while the model is built: before vLLM measures what is left for the KV cache, and before a
+    request could wait for a compiler.
+    """
+    size = _size(spec, limits, device)
+    held = _pool.get(device)
+    if held is None or held.numel() < size:
+        memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device=device)
+        # Written to, because vLLM's CPU worker counts resident pages only.
+        memory.zero_()
+        start = -memory.data_ptr() % _ALIGNMENT
+        _pool[device] = memory[start : start + size]
+
+
+def batch_attention(spec: AttentionSpec, limits: Limits, device: torch.device) -> BatchAttention:
+    """Return an attention with plans of its own that runs in the shared scratch memory of `device`."""
+    reserve(spec, limits, device)
+    return _construct(spec, limits, device, _pool[device])
+
+
+@cache
+def _size(spec: AttentionSpec, limits: Limits, device: torch.device) -> int:
+    return _construct(spec, limits, device, None).workspace_size()
+
+
+def _construct(
+    spec: AttentionSpec, limits: Limits, device: torch.device, workspace: torch.Tensor | None
+) -> BatchAttention:
+    return BatchAttention(
+        spec,
+        max_requests=limits.max_requests,
+        max_tokens=limits.max_tokens,
+        max_kv_len=limits.max_kv_len,
+        device=device,
+        workspace=workspace,
+    )

@@ -9,28 +9,28 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import BuildError, PlanError, UnsupportedError
+from fi_backend.errors import BuildError, PlanError, UnsupportedError
 
 if TYPE_CHECKING:
-    from .core.append import append_kv
-    from .core.attention import BatchAttention
-    from .core.block_sparse import BlockSparse
-    from .core.merge import merge_state, merge_states
-    from .core.page_table import PageTable
-    from .core.plan import Plan
-    from .core.spec import AttentionSpec
+    from fi_backend.core.append import append_kv
+    from fi_backend.core.attention import BatchAttention
+    from fi_backend.core.block_sparse import BlockSparse
+    from fi_backend.core.merge import merge_state, merge_states
+    from fi_backend.core.page_table import PageTable
+    from fi_backend.core.plan import Plan
+    from fi_backend.core.spec import AttentionSpec
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "AttentionSpec": ".core.spec",
-    "BatchAttention": ".core.attention",
-    "BlockSparse": ".core.block_sparse",
-    "PageTable": ".core.page_table",
-    "Plan": ".core.plan",
-    "append_kv": ".core.append",
-    "merge_state": ".core.merge",
-    "merge_states": ".core.merge",
+    "AttentionSpec": "fi_backend.core.spec",
+    "BatchAttention": "fi_backend.core.attention",
+    "BlockSparse": "fi_backend.core.block_sparse",
+    "PageTable": "fi_backend.core.page_table",
+    "Plan": "fi_backend.core.plan",
+    "append_kv": "fi_backend.core.append",
+    "merge_state": "fi_backend.core.merge",
+    "merge_states": "fi_backend.core.merge",
 }
 
 __all__ = [
@@ -51,7 +51,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if (module := _LAZY.get(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(module, __name__), name)
+    return getattr(importlib.import_module(module), name)
 
 
 def __dir__() -> list[str]:

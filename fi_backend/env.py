@@ -88,7 +88,9 @@ def _flag(name: str) -> bool:
 def _absolute(name: str, value: str) -> Path:
     path = Path(value).expanduser()
     if not path.is_absolute():
-        raise ValueError(f"{name}: expected an absolute path, got {value!r}; processes differ in their working folder")
+        raise ValueError(
+            f"{name}: expected an absolute path, got {value!r}; processes differ in their working folder"
+        )
     if path.exists() and not path.is_dir():
         raise ValueError(f"{name}: expected a folder, got the file {value!r}")
     return path

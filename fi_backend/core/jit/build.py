@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ... import env
-from ...errors import BuildError
-from . import cache
-from .module import ModuleSpec
-from .ninja_file import LIBRARY, Target, run_build_file, write_build_file
-from .openmp import ensure_runtime
-from .progress import build_progress
+from fi_backend import env
+from fi_backend.core.jit import cache
+from fi_backend.core.jit.module import ModuleSpec
+from fi_backend.core.jit.ninja_file import LIBRARY, Target, run_build_file, write_build_file
+from fi_backend.core.jit.openmp import ensure_runtime
+from fi_backend.core.jit.progress import build_progress
+from fi_backend.errors import BuildError
 
 if TYPE_CHECKING:
     from tvm_ffi import Module

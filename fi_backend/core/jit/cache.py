@@ -16,13 +16,13 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ...env import CACHE_DIR
-from ...errors import BuildError
-from .compiler import host_isa, identity, toolchain
-from .module import ModuleSpec
-from .ninja_file import LIBRARY
-from .progress import say
-from .sources import dependency_texts
+from fi_backend.core.jit.compiler import host_isa, identity, toolchain
+from fi_backend.core.jit.module import ModuleSpec
+from fi_backend.core.jit.ninja_file import LIBRARY
+from fi_backend.core.jit.progress import say
+from fi_backend.core.jit.sources import dependency_texts
+from fi_backend.env import CACHE_DIR
+from fi_backend.errors import BuildError
 
 _LAYOUT = "1"  # Raised when the way a module is built changes without a change of flags.
 _STALE_S = 3600.0

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ...errors import BuildError
-from .module import csrc_root
+from fi_backend.core.jit.module import csrc_root
+from fi_backend.errors import BuildError
 
 # No -ffast-math: infinities and NaN are values here. No contraction: kernels write fma where they mean
 # it, so that the bits do not depend on what the optimiser happened to fuse.
@@ -23,6 +23,7 @@ CPU_FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-Wall", "-Wextra"),
 )
 HOST_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
 NVCC_FLAGS = (
     *("-std=c++20", "-O3", "-lineinfo", "--expt-relaxed-constexpr"),
     "-Xcompiler=-fPIC,-fvisibility=hidden",
@@ -150,9 +151,8 @@ def _find_nvcc() -> str:
             real = Path(match[1]).resolve() / "bin" / "nvcc"
             return str(real) if real.is_file() else path
         return path
-    default = Path("/usr/local/cuda/bin/nvcc")
-    if default.is_file():
-        return str(default)
+    if DEFAULT_NVCC.is_file():
+        return str(DEFAULT_NVCC)
     raise BuildError(
         "nvcc: not found on PATH nor in /usr/local/cuda/bin; install the CUDA toolkit 12.4 or newer"
     )

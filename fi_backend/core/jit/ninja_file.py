@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...env import child_environment
-from .compiler import ffi_library, include_dirs, ninja_binary, toolchain
-from .module import ModuleSpec
+from fi_backend.core.jit.compiler import ffi_library, include_dirs, ninja_binary, toolchain
+from fi_backend.core.jit.module import ModuleSpec
+from fi_backend.env import child_environment
 
 LIBRARY = "module.so"
 _STATUS = re.compile(r"\[(\d+)/(\d+)\] ")

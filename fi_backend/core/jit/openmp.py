@@ -12,7 +12,7 @@ import ctypes
 import importlib.util
 from pathlib import Path
 
-from ...errors import BuildError
+from fi_backend.errors import BuildError
 
 
 def ensure_runtime() -> None:

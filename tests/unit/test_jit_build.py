@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Building one module in one process: cold, warm, failing, forbidden."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from tiny_module import TinyModule
+
+from fi_backend.core.jit import ModuleSpec, build, build_all, load
+from fi_backend.errors import BuildError
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FI_BACKEND_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("FI_BACKEND_DISABLE_JIT", raising=False)
+    monkeypatch.setattr(build, "_loaded", {})
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> TinyModule:
+    return TinyModule.create(tmp_path / "source")
+
+
+def modules(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir() if path.is_dir() and path.name != "logs")
+
+
+def test_cold_build_gives_a_working_module_and_tells_the_user(
+    cache: Path, tiny: TinyModule, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = load(tiny.spec(defines=(("FACTOR", "3.0"),)))
+    assert module.scaled(2.0) == 6.5
+    assert len(modules(cache)) == 1
+    shown = capfd.readouterr().err
+    assert "compiling tiny (2 objects)" in shown
+    assert "compiled tiny in" in shown
+
+
+def test_warm_load_compiles_nothing_and_is_quick(
+    cache: Path, tiny: TinyModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [library] = build_all([tiny.spec()])
+    built = library.stat().st_mtime_ns
+    monkeypatch.setattr(build, "_build", lambda *_: pytest.fail("compiled again"))
+    seconds = []
+    for _ in range(5):
+        build._loaded.clear()
+        start = time.perf_counter()
+        assert load(tiny.spec()).scaled(1.0) == 10.5
+        seconds.append(time.perf_counter() - start)
+    assert library.stat().st_mtime_ns == built
+    assert min(seconds) < 0.05
+    assert load(tiny.spec()) is load(tiny.spec())
+
+
+def test_several_modules_are_built_in_one_run(
+    cache: Path, tiny: TinyModule, capfd: pytest.CaptureFixture[str]
+) -> None:
+    specs = [tiny.spec(name=f"tiny_{n}", offset=f"{n}.0") for n in range(3)]
+    libraries = build_all(specs)
+    assert [path.parent.name.rpartition("-")[0] for path in libraries] == ["tiny_0", "tiny_1", "tiny_2"]
+    assert "compiling 3 modules (6 objects)" in capfd.readouterr().err
+    assert [load(spec).scaled(1.0) for spec in specs] == [10.0, 11.0, 12.0]
+
+
+def test_error_shows_command_output_and_log(cache: Path, tiny: TinyModule) -> None:
+    (tiny.folder / "kernel.cc").write_text("int broken() { return undeclared_name; }\n")
+    with pytest.raises(BuildError) as caught:
+        load(tiny.spec())
+    text = str(caught.value)
+    assert "cannot build tiny" in text
+    assert "-c" in text.split("command: ")[1].splitlines()[0]
+    assert "undeclared_name" in text
+    log = Path(text.rpartition("full log: ")[2])
+    assert "undeclared_name" in log.read_text()
+    assert modules(cache) == []
+
+
+def test_a_failing_module_does_not_discard_its_neighbours(cache: Path, tiny: TinyModule) -> None:
+    broken = tiny.spec(name="broken", defines=(("FACTOR", "nonsense"),))
+    with pytest.raises(BuildError, match="cannot build broken"):
+        build_all([broken, tiny.spec(name="good")])
+    assert [name.rpartition("-")[0] for name in modules(cache)] == ["good"]
+
+
+def test_disabled_jit_names_module_and_remedy_but_uses_the_cache(
+    cache: Path, tiny: TinyModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_all([tiny.spec(name="present")])
+    monkeypatch.setenv("FI_BACKEND_DISABLE_JIT", "1")
+    assert load(tiny.spec(name="present")).scaled(0.0) == 0.5
+    with pytest.raises(BuildError, match=r"absent-[0-9a-f]{16}.*fi-backend build"):
+        load(tiny.spec(name="absent"))
+
+
+@pytest.mark.parametrize("tool", ["g++", "ninja"])
+def test_missing_tool_says_what_to_install(
+    cache: Path, tiny: TinyModule, tool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fi_backend.core.jit import compiler
+
+    found = compiler.shutil.which
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: None if name == tool else found(name))
+    monkeypatch.setitem(__import__("sys").modules, "ninja", None)
+    with pytest.raises(BuildError, match=rf"{tool.replace('+', '.')}: not found on PATH; .*install"):
+        load(tiny.spec())
+
+
+def test_missing_source_is_named(cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"module lost: cannot read its source .*nowhere\.cc"):
+        load(ModuleSpec("lost", (str(tmp_path / "nowhere.cc"),)))
+
+
+def test_paths_and_defines_with_odd_characters(cache: Path, tmp_path: Path) -> None:
+    tiny = TinyModule.create(tmp_path / "a $b: 'c' \"d\"")
+    assert load(tiny.spec(defines=(("FACTOR", "(1.0 + sizeof(\"$x 'y'\"))"),))).scaled(1.0) == 8.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "Bad-Name"}, "name: expected"),
+        ({"sources": ()}, "sources: module m has none"),
+        ({"sources": ("x.c",)}, r"expected \.cc or \.cu"),
+        ({"sources": ("x.cu",)}, "needs a CUDA arch"),
+        ({"arch": "sm90"}, "arch: expected"),
+        ({"defines": (("A B", "1"),)}, "defines: expected"),
+        ({"generated": (("../x.h", ""),)}, "generated: expected"),
+    ],
+)
+def test_malformed_spec_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModuleSpec(**{"name": "m", "sources": ("x.cc",), **fields})  # type: ignore[arg-type]

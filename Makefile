@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # `make demo` and `make test` set up all they need in .venv; a finished step leaves a stamp and is skipped.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Run, not looked up: a version manager's shim may exist for a Python that is not installed.
+PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q

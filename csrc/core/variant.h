@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The functors that fill the holes of the attention template; one source for the host and the device.
 #pragma once
+#include <cmath>
 #include <cstdint>
 
 #include "params.h"
@@ -13,15 +14,74 @@
 
 namespace fi {
 
-// Where a logit stands. Positions count the request's tokens from 0; kv_pos of query token i is
-// kv_len - q_len + i (bottom-right alignment), so q_pos may be negative when q_len > kv_len.
-struct LogitIndex {
+// Where a logit stands. Positions count the request's tokens from 0; q_pos of query token i is
+// kv_len - q_len + i (bottom-right alignment), so it may be negative when q_len > kv_len.
+// `Int` is int32_t, or a vector of them where a kernel transforms several keys at once.
+template <class Int>
+struct LogitIndexOf {
   int32_t request;
   int32_t q_token;  // within the request
   int32_t q_pos;
-  int32_t kv_pos;
+  Int kv_pos;
   int32_t qo_head;
   int32_t kv_head;
+};
+using LogitIndex = LogitIndexOf<int32_t>;
+
+// Keys [begin, end) of a request.
+struct KeyRange {
+  int32_t begin, end;
+};
+
+// What a variant provides. A kernel asks the has_*() predicates once a launch and leaves out what is off.
+//   visible_keys      the contiguous range outside which nothing is read, from positions alone
+//   logits_mask       whether a key inside that range is visible; only asked when has_mask()
+//   logits_transform  the logit of a scaled dot product; F is float or a vector of floats, `Math` supplies
+//                     tanh and the conversion of positions for F; only asked when has_transform()
+//   finish            final factor of the output, and the final lse, of a row that saw at least one key
+struct StandardVariant {
+  // The element mask is the same for every head of a KV head's group.
+  static constexpr bool kMaskPerHead = false;
+
+  FI_HOST_DEVICE static KeyRange visible_keys(const AttentionParams& p, int32_t q_pos, int32_t kv_len) {
+    int32_t begin = 0, end = kv_len;
+    if (p.causal && q_pos + 1 < end) end = q_pos + 1;
+    if (p.window_left >= 0 && q_pos - p.window_left > begin) begin = q_pos - p.window_left;
+    if (end < begin) end = begin;
+    return {begin, end};
+  }
+
+  FI_HOST_DEVICE static bool has_mask(const AttentionParams& p) { return p.custom_mask != nullptr; }
+
+  FI_HOST_DEVICE static bool logits_mask(const AttentionParams& p, const LogitIndex& i) {
+    const int32_t width = p.mask_kv_len[i.request];
+    if (i.kv_pos >= width) return false;
+    const int64_t bit = int64_t(i.q_token) * width + i.kv_pos;
+    return (p.custom_mask[p.mask_begin[i.request] + (bit >> 3)] >> (bit & 7)) & 1;
+  }
+
+  FI_HOST_DEVICE static bool has_transform(const AttentionParams& p) {
+    return p.soft_cap > 0.0f || p.alibi_slopes != nullptr;
+  }
+
+  template <class Math, class F, class Int>
+  FI_HOST_DEVICE static F logits_transform(const AttentionParams& p, F logit, const LogitIndexOf<Int>& i) {
+    if (p.soft_cap > 0.0f) logit = Math::tanh(logit * (1.0f / p.soft_cap)) * p.soft_cap;
+    if (p.alibi_slopes) logit = logit + Math::to_float(i.kv_pos - i.q_pos) * p.alibi_slopes[i.qo_head];
+    return logit;
+  }
+
+  FI_HOST_DEVICE static float finish(const AttentionParams& p, int32_t qo_head, int32_t kv_head, float& lse) {
+    float factor = p.v_scale ? p.v_scale[kv_head * p.v_scale_stride] : 1.0f;
+    if (p.sinks) {
+      const float sink = p.sinks[qo_head];
+      const float top = sink > lse ? sink : lse;
+      const float total = top + logf(expf(sink - top) + expf(lse - top));
+      factor *= expf(lse - total);
+      lse = total;
+    }
+    return factor;
+  }
 };
 
 }  // namespace fi

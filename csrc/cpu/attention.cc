@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention.h"
+
+#include <omp.h>
+
+#include "executor.h"
+
+#if !defined(FI_Q_DTYPE) || !defined(FI_KV_DTYPE)
+#error "define FI_Q_DTYPE and FI_KV_DTYPE, names of fi::cpu::dtype"
+#endif
+#if !defined(FI_VARIANT)
+#define FI_VARIANT StandardVariant
+#endif
+
+namespace fi::cpu {
+
+void run_attention(const AttentionParams& params, int num_threads) {
+  using ThisExecutor = Executor<dtype::FI_Q_DTYPE, dtype::FI_KV_DTYPE, FI_VARIANT>;
+  const auto* header = reinterpret_cast<const PlanHeader*>(params.plan + params.layout.header);
+  const auto* queue_begin = reinterpret_cast<const int32_t*>(params.plan + params.layout.queue_begin);
+  const auto* queue_entries = reinterpret_cast<const int32_t*>(params.plan + params.layout.queue_entries);
+  const int32_t heads = header->num_kv_heads;
+  const int32_t tickets = header->num_items * heads;
+  const int32_t queues = header->num_queues;
+
+#pragma omp parallel num_threads(num_threads)
+  {
+    thread_local ThisExecutor executor;
+    executor.begin(params);
+    if (queues > 0) {
+      for (int32_t q = omp_get_thread_num(); q < queues; q += omp_get_num_threads())
+        for (int32_t i = queue_begin[q]; i < queue_begin[q + 1]; ++i)
+          executor.run_ticket(queue_entries[i] / heads, queue_entries[i] % heads);
+    } else {
+      std::atomic_ref<int32_t> next(params.counters[0]);
+      for (int32_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tickets;)
+        executor.run_ticket(t / heads, t % heads);
+    }
+  }
+  params.counters[0] = 0;
+}
+
+}  // namespace fi::cpu

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <vector>
+
+#include "../core/variant.h"
+#include "attention.h"
+
+namespace fi::cpu {
+namespace {
+
+std::string str(int64_t v) { return std::to_string(v); }
+
+std::string check_plan(const AttentionParams& p, const PlanHeader& h) {
+  if (h.magic != kPlanMagic || h.version != kPlanVersion)
+    return "plan: expected a plan of version " + str(kPlanVersion) + "; got a buffer with version " + str(h.version) +
+           ". Call plan() before run().";
+  if (h.num_requests != p.num_requests)
+    return "kv_lens: expected the " + str(h.num_requests) + " requests of the plan; got " + str(p.num_requests) +
+           ". Call plan() again when the batch changes.";
+  if (h.num_kv_heads != p.num_kv_heads || h.group != p.group)
+    return "plan: expected " + str(p.num_kv_heads) + " KV heads and a group of " + str(p.group) +
+           "; got a plan for " + str(h.num_kv_heads) + " and " + str(h.group) + ".";
+  return {};
+}
+
+std::string check_lengths(const AttentionParams& p, const int32_t* bounds, int64_t num_tokens) {
+  const LevelParams& level = p.level;
+  if (p.qo_indptr[0] < 0) return "qo_indptr[0]: expected >= 0; got " + str(p.qo_indptr[0]) + ".";
+  for (int32_t r = 0; r < p.num_requests; ++r) {
+    const std::string at = std::string("[").append(str(r)).append("]: expected ");
+    if (p.qo_indptr[r + 1] < p.qo_indptr[r])
+      return "qo_indptr[" + str(r + 1) + "]: expected a non-decreasing sequence; got " + str(p.qo_indptr[r + 1]) +
+             " after " + str(p.qo_indptr[r]) + ".";
+    if (level.kv_lens[r] < 0) return "kv_lens" + at + ">= 0; got " + str(level.kv_lens[r]) + ".";
+    if (level.kv_lens[r] > bounds[r])
+      return "kv_lens" + at + "at most " + str(bounds[r]) + ", the length that the plan was made for; got " +
+             str(level.kv_lens[r]) + ". Plan with an upper bound of the lengths.";
+    if (level.row_begin[r] < 0 || level.row_end[r] < level.row_begin[r])
+      return "row_end" + at + ">= row_begin = " + str(level.row_begin[r]) + " >= 0; got " + str(level.row_end[r]) + ".";
+  }
+  if (p.qo_indptr[p.num_requests] > num_tokens)
+    return "qo_indptr[" + str(p.num_requests) + "]: expected at most the " + str(num_tokens) + " tokens of q; got " +
+           str(p.qo_indptr[p.num_requests]) + ".";
+  return {};
+}
+
+// A request that has grown since the plan has rows that no item would write.
+std::string check_coverage(const AttentionParams& p, const PlanHeader& h) {
+  const auto* items = reinterpret_cast<const WorkItem*>(p.plan + p.layout.items);
+  thread_local std::vector<int64_t> planned;
+  planned.assign(size_t(p.num_requests), 0);
+  for (int32_t i = 0; i < h.num_items; ++i) {
+    int64_t& rows = planned[size_t(items[i].request)];
+    rows = std::max<int64_t>(rows, int64_t(items[i].q_begin) + items[i].q_rows);
+  }
+  for (int32_t r = 0; r < p.num_requests; ++r) {
+    const int64_t tokens = int64_t(p.qo_indptr[r + 1]) - p.qo_indptr[r];
+    if (tokens * p.group > planned[size_t(r)])
+      return "qo_indptr: expected at most the " + str(planned[size_t(r)] / p.group) +
+             " query tokens that request " + str(r) + " was planned with; got " + str(tokens) +
+             ". Call plan() again when query lengths grow.";
+  }
+  return {};
+}
+
+std::string check_page_ids(const AttentionParams& p) {
+  const LevelParams& level = p.level;
+  for (int32_t r = 0; r < p.num_requests; ++r) {
+    const int64_t q_len = int64_t(p.qo_indptr[r + 1]) - p.qo_indptr[r];
+    if (q_len == 0) continue;
+    const int32_t kv_len = level.kv_lens[r];
+    const int64_t pages = (level.row_end[r] - level.row_begin[r] + level.index_step - 1) / level.index_step;
+    if (kv_len > pages * level.page_size)
+      return "kv_lens[" + str(r) + "]: expected at most " + str(pages * level.page_size) + ", the capacity of its " +
+             str(pages) + " pages of " + str(level.page_size) + " tokens; got " + str(kv_len) + ".";
+    const int32_t begin = StandardVariant::visible_keys(p, int32_t(kv_len - q_len), kv_len).begin;
+    const int32_t end = StandardVariant::visible_keys(p, kv_len - 1, kv_len).end;
+    for (int64_t page = std::max(begin, 0) / level.page_size; page * level.page_size < end; ++page) {
+      const int64_t entry = level.indices ? level.indices[level.row_begin[r] + page * level.index_step]
+                                          : level.row_begin[r] + page;
+      const int64_t id = entry / level.index_divisor;
+      if (entry < 0 || id >= level.num_pages)
+        return "page table: expected page ids in 0.." + str(level.num_pages - 1) + "; got " +
+               str(entry < 0 ? entry : id) + " for request " + str(r) + " at page position " + str(page) +
+               ", where the cache has num_pages = " + str(level.num_pages) + ".";
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string find_error(const AttentionParams& p, int64_t num_tokens, bool check_pages) {
+  const auto& header = *reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header);
+  const auto* bounds = reinterpret_cast<const int32_t*>(p.plan + p.layout.kv_len_bounds);
+  std::string error = check_plan(p, header);
+  if (error.empty()) error = check_lengths(p, bounds, num_tokens);
+  if (error.empty()) error = check_coverage(p, header);
+  if (error.empty() && check_pages) error = check_page_ids(p);
+  return error;
+}
+
+}  // namespace fi::cpu

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+// The element types of caches, queries and outputs, under the names that Python uses, and their exact
+// conversion to float and rounding from it.
+#pragma once
+#include "simd.h"
+
+namespace fi::cpu {
+
+namespace dtype {
+
+using float32 = float;
+struct float16 {
+  uint16_t bits;
+};
+struct bfloat16 {
+  uint16_t bits;
+};
+struct float8_e4m3fn {
+  uint8_t bits;
+};
+struct float8_e5m2 {
+  uint8_t bits;
+};
+
+}  // namespace dtype
+
+namespace detail {
+
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+
+inline Vec half_to_float(Halves h) {
+#if defined(FI_AVX512)
+  return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)h);
+#elif defined(__F16C__) && defined(__AVX2__)
+  return (Vec)_mm256_cvtph_ps((__m128i)h);
+#else
+  const UVec u = __builtin_convertvector(h, UVec);
+  const UVec magnitude = u & 0x7fffu;
+  // Reading the bits as a float leaves the exponent 112 too low, for subnormals as well.
+  const Vec value = (Vec)(magnitude << 13) * 0x1p112f;
+  const UVec special = (magnitude << 13) | 0x7f800000u;
+  const UVec bits = magnitude >= 0x7c00u ? special : (UVec)value;
+  return (Vec)(bits | ((u & 0x8000u) << 16));
+#endif
+}
+
+inline Halves truncate(UVec u) { return __builtin_convertvector(u, Halves); }
+
+// Rounds to nearest even to sign, exponent and `Mantissa` bits; what is beyond `largest` becomes `overflow`.
+template <int Mantissa, int Bias>
+inline UVec encode(Vec x, float largest, uint32_t overflow, uint32_t nan) {
+  const UVec sign = ((UVec)x >> 31) << (Mantissa == 10 ? 15 : 7);
+  Vec magnitude = (Vec)((UVec)x & 0x7fffffffu);
+  magnitude = magnitude > 2.0f * largest ? splat(2.0f * largest) : magnitude;
+  // Adding the magic number aligns the last bit that the format keeps with the last bit of a float.
+  UVec exponent = (UVec)magnitude >> 23;
+  constexpr uint32_t kSmallest = 127 + 1 - Bias;
+  exponent = exponent < kSmallest ? UVec{} + kSmallest : exponent;
+  const Vec magic = (Vec)(((exponent + (23 - Mantissa)) << 23) | 0x400000u);
+  const Vec rounded = (magnitude + magic) - magic;
+  const UVec normal = ((UVec)rounded >> (23 - Mantissa)) - (uint32_t(127 - Bias) << Mantissa);
+  const Vec units = rounded * (float(1u << (Bias - 1)) * float(1u << Mantissa));
+  const UVec subnormal = (UVec)__builtin_convertvector(units, IVec);
+  UVec code = (UVec)rounded < (kSmallest << 23) ? subnormal : normal;
+  code = rounded > largest ? UVec{} + overflow : code;
+  return (x == x ? code : UVec{} + nan) | sign;
+}
+
+}  // namespace detail
+
+// Vec of kLanes consecutive elements.
+inline Vec load_as_float(const float* p) { return load(p); }
+
+inline Vec load_as_float(const dtype::bfloat16* p) {
+  detail::Halves h;
+  std::memcpy(&h, p, sizeof(h));
+  return (Vec)(__builtin_convertvector(h, UVec) << 16);
+}
+
+inline Vec load_as_float(const dtype::float16* p) {
+  detail::Halves h;
+  std::memcpy(&h, p, sizeof(h));
+  return detail::half_to_float(h);
+}
+
+// The upper byte of a float16.
+inline Vec load_as_float(const dtype::float8_e5m2* p) {
+  detail::Bytes b;
+  std::memcpy(&b, p, sizeof(b));
+  return detail::half_to_float(__builtin_convertvector(b, detail::Halves) << 8);
+}
+
+// Seven bits moved to float16's fields are 2^8 too small, subnormals included; 0x7f is the one NaN.
+inline Vec load_as_float(const dtype::float8_e4m3fn* p) {
+  detail::Bytes b;
+  std::memcpy(&b, p, sizeof(b));
+  const detail::Halves u = __builtin_convertvector(b, detail::Halves);
+  const Vec value = detail::half_to_float(((u & 0x7f) << 7) | ((u & 0x80) << 8)) * 256.0f;
+  const UVec wide = __builtin_convertvector(b, UVec);
+  return (wide & 0x7fu) == 0x7fu ? (Vec)(UVec{} + 0x7fc00000u) : value;
+}
+
+// The first n elements, zeros behind them; nothing past them is read.
+template <class T>
+inline Vec load_as_float(const T* p, int n) {
+  alignas(64) T buffer[kLanes] = {};
+  std::memcpy(static_cast<void*>(buffer), static_cast<const void*>(p), sizeof(T) * size_t(n));
+  return load_as_float(buffer);
+}
+
+inline void store_float(float* p, Vec v) { store(p, v); }
+
+inline void store_float(dtype::bfloat16* p, Vec v) {
+  const UVec u = (UVec)v;
+  const UVec rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const UVec quiet = (u >> 16) | 0x40u;
+  const detail::Halves h = detail::truncate(v == v ? rounded : quiet);
+  std::memcpy(static_cast<void*>(p), &h, sizeof(h));
+}
+
+inline void store_float(dtype::float16* p, Vec v) {
+#if defined(FI_AVX512)
+  const __m256i h = _mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(static_cast<void*>(p), &h, sizeof(h));
+#elif defined(__F16C__) && defined(__AVX2__)
+  const __m128i h = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(static_cast<void*>(p), &h, sizeof(h));
+#else
+  const detail::Halves h = detail::truncate(detail::encode<10, 15>(v, 65504.0f, 0x7c00u, 0x7e00u));
+  std::memcpy(static_cast<void*>(p), &h, sizeof(h));
+#endif
+}
+
+// fp8 stores saturate: what is too large, infinities too, becomes the largest finite number.
+inline void store_float(dtype::float8_e4m3fn* p, Vec v) {
+  const auto b = __builtin_convertvector(detail::encode<3, 7>(v, 448.0f, 0x7eu, 0x7fu), detail::Bytes);
+  std::memcpy(static_cast<void*>(p), &b, sizeof(b));
+}
+
+inline void store_float(dtype::float8_e5m2* p, Vec v) {
+  const auto b = __builtin_convertvector(detail::encode<2, 15>(v, 57344.0f, 0x7bu, 0x7fu), detail::Bytes);
+  std::memcpy(static_cast<void*>(p), &b, sizeof(b));
+}
+
+// Writes the first n lanes only.
+template <class T>
+inline void store_float(T* p, Vec v, int n) {
+  alignas(64) T buffer[kLanes];
+  store_float(buffer, v);
+  std::memcpy(static_cast<void*>(p), static_cast<const void*>(buffer), sizeof(T) * size_t(n));
+}
+
+}  // namespace fi::cpu

@@ -1,0 +1,401 @@
+// SPDX-License-Identifier: Apache-2.0
+// What one thread does with a work item: the online softmax over its KV range, tile by tile.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <new>
+
+#include "../core/params.h"
+#include "../core/variant.h"
+#include "microkernels.h"
+#include "state.h"
+
+namespace fi::cpu {
+
+struct VecMath {
+  static Vec tanh(Vec x) { return cpu::tanh(x); }
+  static Vec to_float(IVec x) { return __builtin_convertvector(x, Vec); }
+};
+
+inline Vec select_bits(uint64_t bits, Vec x, float otherwise) {
+#if defined(FI_AVX512)
+  return (Vec)_mm512_mask_mov_ps((__m512)splat(otherwise), __mmask16(bits), (__m512)x);
+#else
+  UVec lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = 1u << i;
+  return (lane & uint32_t(bits)) != 0u ? x : splat(otherwise);
+#endif
+}
+
+// Bits [begin, end) of a key tile.
+inline uint64_t bit_range(int begin, int end) {
+  if (end <= begin) return 0;
+  const uint64_t below = end >= 64 ? ~uint64_t(0) : (uint64_t(1) << end) - 1;
+  return below & ~((uint64_t(1) << begin) - 1);
+}
+
+// Memory of one thread, kept from launch to launch.
+class Arena {
+ public:
+  float* floats(int64_t count) {
+    const int64_t at = used_;
+    used_ += align_up(count * int64_t(sizeof(float)), 64);
+    return base_ ? reinterpret_cast<float*>(base_.get() + at) : nullptr;
+  }
+  // Runs `layout` once to learn the size and once more to hand out the memory.
+  template <class F>
+  void build(F layout) {
+    base_.reset();
+    used_ = 0;
+    layout();
+    const int64_t bytes = used_;
+    base_.reset(static_cast<char*>(::operator new(size_t(bytes), std::align_val_t(64))));
+    std::memset(base_.get(), 0, size_t(bytes));
+    used_ = 0;
+    layout();
+  }
+
+ private:
+  struct Free {
+    void operator()(char* p) const { ::operator delete(p, std::align_val_t(64)); }
+  };
+  std::unique_ptr<char, Free> base_;
+  int64_t used_ = 0;
+};
+
+template <class Q, class KV, class Variant>
+class Executor {
+ public:
+  // Prepares this thread for a launch.
+  void begin(const AttentionParams& params) {
+    p_ = &params;
+    header_ = reinterpret_cast<const PlanHeader*>(params.plan + params.layout.header);
+    q_stride_ = pad_lanes(params.head_dim);
+    o_stride_ = pad_lanes(params.head_dim_v);
+    if (q_stride_ <= q_capacity_ && o_stride_ <= o_capacity_) return;
+    q_capacity_ = std::max(q_capacity_, q_stride_);
+    o_capacity_ = std::max(o_capacity_, o_stride_);
+    arena_.build([this] {
+      q_ = arena_.floats(int64_t(kMaxQueryTile) * q_capacity_);
+      kt_ = arena_.floats(int64_t(kKeyTile) * q_capacity_);
+      v_ = arena_.floats(int64_t(kKeyTile) * o_capacity_);
+      s_ = arena_.floats(int64_t(kMaxQueryTile) * kKeyTile);
+      o_ = arena_.floats(int64_t(kMaxQueryTile) * o_capacity_);
+      fold_ = arena_.floats(int64_t(kMaxQueryTile) * o_capacity_);
+    });
+  }
+
+  void run_ticket(int32_t item_index, int32_t kv_head) {
+    item_ = reinterpret_cast<const WorkItem*>(p_->plan + p_->layout.items) + item_index;
+    kv_head_ = kv_head;
+    locate(item_->request, item_->q_begin, item_->q_rows);
+    if (rows_ > 0) {
+      read_queries();
+      const int32_t grid = header_->invariant_grid;
+      if (grid == 0) {
+        attend(first_key(kKeyTile), item_->kv_end);
+        emit(item_->partial, o_, lse_);
+      } else if (item_->flags & kFirstChunk) {
+        fold_chunks(grid);
+        emit(item_->partial, fold_, fold_lse_);
+      } else {
+        int32_t row = item_->partial;
+        for (int64_t k = item_->kv_begin; k < item_->kv_end; k += grid, row += item_->q_rows) {
+          attend(int32_t(k), int32_t(std::min<int64_t>(k + grid, item_->kv_end)));
+          emit(row, o_, lse_);
+        }
+      }
+    }
+    if (item_->unit >= 0) arrive();
+  }
+
+ private:
+  // Which rows exist, and which keys they may see: from the exact lengths, not from the plan's bounds.
+  void locate(int32_t request, int32_t q_begin, int32_t q_rows) {
+    const LevelParams& level = p_->level;
+    request_ = request;
+    q_begin_ = q_begin;
+    token0_ = p_->qo_indptr[request];
+    const int64_t q_len = int64_t(p_->qo_indptr[request + 1]) - token0_;
+    const int64_t capacity = row_capacity(level, request);
+    kv_len_ = int32_t(std::min<int64_t>(level.kv_lens[request], capacity));
+    q_pos0_ = int32_t(kv_len_ - q_len);
+    rows_ = int32_t(std::clamp<int64_t>(q_len * p_->group - q_begin, 0, q_rows));
+    keys_ = {kv_len_, 0};
+    for (int r = 0; r < rows_; ++r) {
+      row_keys_[r] = Variant::visible_keys(*p_, q_pos0_ + token_of(r), kv_len_);
+      if (row_keys_[r].begin >= row_keys_[r].end) continue;
+      keys_.begin = std::min(keys_.begin, row_keys_[r].begin);
+      keys_.end = std::max(keys_.end, row_keys_[r].end);
+    }
+  }
+
+  static int64_t row_capacity(const LevelParams& level, int32_t request) {
+    const int64_t entries = level.row_end[request] - level.row_begin[request];
+    return (entries + level.index_step - 1) / level.index_step * level.page_size;
+  }
+
+  int32_t token_of(int row) const { return (q_begin_ + row) / p_->group; }
+  int32_t qo_head_of(int row) const { return kv_head_ * p_->group + (q_begin_ + row) % p_->group; }
+
+  void read_queries() {
+    const auto* base = static_cast<const Q*>(p_->q);
+    for (int r = 0; r < rows_; ++r) {
+      const Q* row = base + (token0_ + token_of(r)) * p_->q_stride_token + qo_head_of(r) * p_->q_stride_head;
+      for (int d = 0; d < p_->head_dim; d += kLanes) {
+        const int n = p_->head_dim - d;
+        store(q_ + r * q_stride_ + d, n >= kLanes ? load_as_float(row + d) : load_as_float(row + d, n));
+      }
+    }
+  }
+
+  // Where the item starts: a first chunk reaches down to the window's true begin.
+  int32_t first_key(int32_t align) const {
+    if (!(item_->flags & kFirstChunk)) return item_->kv_begin;
+    return std::min(item_->kv_begin, keys_.begin / align * align);
+  }
+
+  void fold_chunks(int32_t grid) {
+    std::fill_n(fold_lse_, rows_, kEmpty);
+    std::fill_n(fold_, rows_ * o_stride_, 0.0f);
+    const int32_t end = std::min(item_->kv_end, keys_.end);
+    for (int64_t k = first_key(grid); k < end; k += grid) {
+      attend(int32_t(k), int32_t(std::min<int64_t>(k + grid, end)));
+      for (int r = 0; r < rows_; ++r)
+        merge_into(fold_ + r * o_stride_, fold_lse_[r], o_ + r * o_stride_, lse_[r], o_stride_);
+    }
+  }
+
+  // The attention state (o_, lse_) of every row over the keys in [begin, end).
+  void attend(int32_t begin, int32_t end) {
+    std::fill_n(max_, rows_, kEmpty);
+    std::fill_n(sum_, rows_, 0.0f);
+    std::fill_n(o_, rows_ * o_stride_, 0.0f);
+    const int32_t first = std::max(begin, keys_.begin), last = std::min(end, keys_.end);
+    for (int32_t t = begin + (first - begin) / kKeyTile * kKeyTile; t < last; t += kKeyTile)
+      attend_tile(t, std::max(first - t, 0), std::min(last - t, kKeyTile));
+    for (int r = 0; r < rows_; ++r) {
+      float* o = o_ + r * o_stride_;
+      if (sum_[r] == 0.0f) {
+        lse_[r] = kEmpty;
+        std::fill_n(o, o_stride_, 0.0f);
+        continue;
+      }
+      lse_[r] = max_[r] + std::log(sum_[r]);
+      // Adding zero clears the sign of an underflown zero, which depends on skipped tiles.
+      for (int d = 0; d < o_stride_; d += kLanes) store(o + d, load(o + d) / sum_[r] + 0.0f);
+    }
+  }
+
+  // Keys [tile + begin, tile + end), those that some row may see.
+  void attend_tile(int32_t tile, int begin, int end) {
+    const uint64_t all = bit_range(begin, end);
+    bool uniform = true;
+    for (int r = 0; r < rows_; ++r) {
+      visible_[r] = bit_range(std::clamp(row_keys_[r].begin - tile, begin, end),
+                              std::clamp(row_keys_[r].end - tile, begin, end));
+    }
+    if (Variant::has_mask(*p_)) apply_mask(tile);
+    for (int r = 0; r < rows_; ++r) uniform = uniform && visible_[r] == all;
+
+    locate_tokens(tile, begin, end);
+    transpose_keys(k_rows_, begin, end, p_->head_dim, kt_);
+    const bool whole_vectors = p_->head_dim_v % kLanes == 0;
+    bool direct = whole_vectors && rows_ <= 2 * kRowBlock, finite = true;
+    if (!direct || !uniform) {
+      finite = convert_values(v_rows_, begin, end, p_->head_dim_v, v_, o_stride_);
+      for (int k = begin; k < end; ++k) v_floats_[k] = v_ + k * o_stride_;
+      direct = false;
+    }
+    const bool skip_masked = !uniform && !finite;
+    for (int r = 0; r < rows_; r += kRowBlock) {
+      const int n = std::min(kRowBlock, rows_ - r);
+      uint64_t any = 0;
+      for (int i = 0; i < n; ++i) any |= visible_[r + i];
+      if (any == 0) continue;
+      with_rows(n, [&](auto count) {
+        constexpr int R = decltype(count)::value;
+        float* s = s_ + r * kKeyTile;
+        dot_keys<R>(q_ + r * q_stride_, q_stride_, kt_, begin, end, p_->head_dim, s);
+        for (int i = 0; i < R; ++i) soften(r + i, tile);
+        float* o = o_ + r * o_stride_;
+        if (skip_masked) {
+          for (int i = 0; i < R; ++i)
+            if (visible_[r + i])
+              weigh_visible(v_floats_, s + i * kKeyTile, alpha_[r + i], visible_[r + i], o_stride_, o + i * o_stride_);
+        } else if (direct) {
+          weigh_values<R>(v_rows_, s, alpha_ + r, begin, end, o_stride_, o, o_stride_);
+        } else {
+          weigh_values<R>(v_floats_, s, alpha_ + r, begin, end, o_stride_, o, o_stride_);
+        }
+      });
+    }
+  }
+
+  template <class F>
+  static void with_rows(int n, F f) {
+    switch (n) {
+      case 1: return f(std::integral_constant<int, 1>{});
+      case 2: return f(std::integral_constant<int, 2>{});
+      case 3: return f(std::integral_constant<int, 3>{});
+      case 4: return f(std::integral_constant<int, 4>{});
+      case 5: return f(std::integral_constant<int, kRowBlock < 5 ? kRowBlock : 5>{});
+      default: return f(std::integral_constant<int, kRowBlock>{});
+    }
+  }
+
+  void apply_mask(int32_t tile) {
+    for (int r = 0; r < rows_; ++r) {
+      if (!Variant::kMaskPerHead && r > 0 && token_of(r) == token_of(r - 1)) {
+        visible_[r] = visible_[r - 1];
+        continue;
+      }
+      const int32_t token = token_of(r);
+      LogitIndex index{request_, token, q_pos0_ + token, 0, qo_head_of(r), kv_head_};
+      uint64_t kept = 0;
+      for (uint64_t bits = visible_[r]; bits; bits &= bits - 1) {
+        index.kv_pos = tile + __builtin_ctzll(bits);
+        if (Variant::logits_mask(*p_, index)) kept |= bits & -bits;
+      }
+      visible_[r] = kept;
+    }
+  }
+
+  // Row pointers of the tile's keys; only pages of keys that may be seen are looked up.
+  void locate_tokens(int32_t tile, int begin, int end) {
+    const LevelParams& level = p_->level;
+    const int64_t row = level.row_begin[request_];
+    int32_t page = (tile + begin) / level.page_size;
+    int32_t offset = (tile + begin) % level.page_size;
+    const auto* k_head = static_cast<const KV*>(p_->k) + kv_head_ * p_->k_stride_head;
+    const auto* v_head = static_cast<const KV*>(p_->v) + kv_head_ * p_->v_stride_head;
+    for (int k = begin; k < end; ++page, offset = 0) {
+      const int64_t id = level.indices
+                             ? level.indices[row + int64_t(page) * level.index_step] / level.index_divisor
+                             : row + page;
+      const KV* key = k_head + id * p_->k_stride_page + offset * p_->k_stride_token;
+      const KV* value = v_head + id * p_->v_stride_page + offset * p_->v_stride_token;
+      const int stop = k + std::min(end - k, level.page_size - offset);
+      for (; k < stop; ++k, key += p_->k_stride_token, value += p_->v_stride_token) {
+        k_rows_[k] = key;
+        v_rows_[k] = value;
+      }
+    }
+  }
+
+  // Dot products of a row become probabilities relative to its running maximum.
+  void soften(int row, int32_t tile) {
+    float* s = s_ + row * kKeyTile;
+    const uint64_t visible = visible_[row];
+    if (visible == 0) {
+      alpha_[row] = 1.0f;
+      std::fill_n(s, kKeyTile, 0.0f);
+      return;
+    }
+    const float scale = p_->scale * (p_->k_scale ? p_->k_scale[kv_head_ * p_->k_scale_stride] : 1.0f);
+    const bool transform = Variant::has_transform(*p_);
+    const int32_t token = token_of(row);
+    LogitIndexOf<IVec> index{request_, token, q_pos0_ + token, {}, qo_head_of(row), kv_head_};
+    Vec x[kKeyTile / kLanes];
+    Vec top = splat(kEmpty);
+    for (int j = 0; j < kKeyTile / kLanes; ++j) {
+      x[j] = load(s + j * kLanes) * scale;
+      if (transform) {
+        for (int i = 0; i < kLanes; ++i) index.kv_pos[i] = tile + j * kLanes + i;
+        x[j] = Variant::template logits_transform<VecMath>(*p_, x[j], index);
+      }
+      x[j] = select_bits(visible >> (j * kLanes), x[j], kEmpty);
+      top = max(top, x[j]);
+    }
+    const float old_max = max_[row];
+    const float new_max = std::max(old_max, reduce_max(top));
+    // With nothing but -inf so far the difference would be NaN.
+    const float base = new_max == kEmpty ? 0.0f : new_max;
+    Vec sum{};
+    for (int j = 0; j < kKeyTile / kLanes; ++j) {
+      const Vec e = exp(x[j] - base);
+      sum += e;
+      store(s + j * kLanes, e);
+    }
+    const float alpha = new_max == old_max ? 1.0f : exp(old_max - base);
+    max_[row] = new_max;
+    sum_[row] = sum_[row] * alpha + reduce_add(sum);
+    alpha_[row] = alpha;
+  }
+
+  void emit(int32_t partial, float* o, const float* lse) {
+    if (partial < 0) return write_output(o, lse);
+    for (int r = 0; r < rows_; ++r) {
+      const int64_t at = int64_t(partial + r) * header_->num_kv_heads + kv_head_;
+      p_->partial_lse[at] = lse[r];
+      copy_row(o + r * o_stride_, p_->partial_out + at * p_->head_dim_v);
+    }
+  }
+
+  void copy_row(const float* from, float* to) const {
+    std::memcpy(to, from, sizeof(float) * size_t(p_->head_dim_v));
+  }
+
+  void write_output(float* o, const float* lse) {
+    for (int r = 0; r < rows_; ++r) {
+      const int64_t token = token0_ + token_of(r);
+      const int32_t head = qo_head_of(r);
+      float total = lse[r];
+      const float factor = total == kEmpty ? 0.0f : Variant::finish(*p_, head, kv_head_, total);
+      if (p_->lse) p_->lse[token * p_->lse_stride_token + head * p_->lse_stride_head] = total;
+      O* to = static_cast<O*>(p_->out) + token * p_->out_stride_token + head * p_->out_stride_head;
+      const float* from = o + r * o_stride_;
+      for (int d = 0; d < p_->head_dim_v; d += kLanes) {
+        const Vec v = load(from + d) * factor;
+        const int n = p_->head_dim_v - d;
+        n >= kLanes ? store_float(to + d, v) : store_float(to + d, v, n);
+      }
+    }
+  }
+
+  // The last item of a merge unit folds the unit's parts in the plan's order.
+  void arrive() {
+    const int32_t index = item_->unit;
+    const MergeUnit& unit = reinterpret_cast<const MergeUnit*>(p_->plan + p_->layout.units)[index];
+    std::atomic_ref<int32_t> arrivals(p_->counters[1 + int64_t(index) * header_->num_kv_heads + kv_head_]);
+    if (arrivals.fetch_add(1, std::memory_order_acq_rel) + 1 != unit.num_items) return;
+    arrivals.store(0, std::memory_order_relaxed);
+    locate(unit.request, unit.q_begin, unit.q_rows);
+    const auto* parts = reinterpret_cast<const int32_t*>(p_->plan + p_->layout.parts);
+    std::fill_n(fold_lse_, rows_, kEmpty);
+    std::fill_n(fold_, rows_ * o_stride_, 0.0f);
+    for (int32_t part = unit.parts_begin; part < unit.parts_end; ++part) {
+      for (int r = 0; r < rows_; ++r) {
+        const int64_t at = int64_t(parts[part] + r) * header_->num_kv_heads + kv_head_;
+        copy_row(p_->partial_out + at * p_->head_dim_v, o_);
+        std::fill(o_ + p_->head_dim_v, o_ + o_stride_, 0.0f);
+        merge_into(fold_ + r * o_stride_, fold_lse_[r], o_, p_->partial_lse[at], o_stride_);
+      }
+    }
+    write_output(fold_, fold_lse_);
+  }
+
+  using O = Q;
+
+  const AttentionParams* p_ = nullptr;
+  const PlanHeader* header_ = nullptr;
+  const WorkItem* item_ = nullptr;
+  Arena arena_;
+  int q_capacity_ = 0, o_capacity_ = 0;
+  int q_stride_ = 0, o_stride_ = 0;
+  float *q_ = nullptr, *kt_ = nullptr, *v_ = nullptr, *s_ = nullptr, *o_ = nullptr, *fold_ = nullptr;
+
+  int32_t request_ = 0, kv_head_ = 0, q_begin_ = 0, rows_ = 0, kv_len_ = 0, q_pos0_ = 0;
+  int64_t token0_ = 0;
+  KeyRange keys_{};  // hull of what the rows may see
+  KeyRange row_keys_[kMaxQueryTile];
+  uint64_t visible_[kMaxQueryTile];  // of the current tile
+  float max_[kMaxQueryTile], sum_[kMaxQueryTile], alpha_[kMaxQueryTile];
+  float lse_[kMaxQueryTile], fold_lse_[kMaxQueryTile];
+  const KV* k_rows_[kKeyTile];
+  const KV* v_rows_[kKeyTile];
+  const float* v_floats_[kKeyTile];
+};
+
+}  // namespace fi::cpu

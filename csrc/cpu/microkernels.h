@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// The matrix products of one KV tile. Every element of a result is one chain of fused multiply-adds over an
+// ascending index, however many rows are handled together: a row's bits do not depend on its neighbours.
+#pragma once
+#include "dtype.h"
+
+namespace fi::cpu {
+
+inline constexpr int kKeyTile = 64;  // keys of one KV tile: the visibility of a row fits one uint64_t
+#if defined(FI_AVX512)
+inline constexpr int kRowBlock = 6;  // 6 x 4 accumulators of 32 registers
+inline constexpr int kColVecs = 4;
+#else
+inline constexpr int kRowBlock = 4;  // 4 x 2 accumulators of 16 registers
+inline constexpr int kColVecs = 2;
+#endif
+
+inline constexpr int pad_lanes(int n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+inline void prefetch(const void* p, int64_t bytes) {
+  const auto* line = static_cast<const char*>(p);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(line + i, 0, 2);
+}
+
+// kt[d][key] = K[key][d] for the key vectors that overlap [begin, end); lanes outside hold a copy of another key.
+template <class KV>
+void transpose_keys(const KV* const* rows, int begin, int end, int dim, float* kt) {
+  for (int k0 = begin / kLanes * kLanes; k0 < end; k0 += kLanes) {
+    const KV* lane_row[kLanes];
+    for (int i = 0; i < kLanes; ++i) lane_row[i] = rows[k0 + i >= begin && k0 + i < end ? k0 + i : begin];
+    for (int d = 0; d < dim; d += kLanes) {
+      const int n = dim - d < kLanes ? dim - d : kLanes;
+      Vec block[kLanes];
+      if (n == kLanes) {
+        for (int i = 0; i < kLanes; ++i) block[i] = load_as_float(lane_row[i] + d);
+      } else {
+        for (int i = 0; i < kLanes; ++i) block[i] = load_as_float(lane_row[i] + d, n);
+      }
+      transpose(block);
+      for (int i = 0; i < n; ++i) store(kt + int64_t(d + i) * kKeyTile + k0, block[i]);
+    }
+  }
+}
+
+// s[r][key] = sum over d of q[r][d] * kt[d][key], for the key vectors that overlap [begin, end).
+template <int R>
+void dot_keys(const float* q, int q_stride, const float* kt, int begin, int end, int dim, float* s) {
+  constexpr int kStep = kColVecs * kLanes;
+  for (int c = begin / kStep * kStep; c < end; c += kStep) {
+    Vec acc[R][kColVecs] = {};
+    for (int d = 0; d < dim; ++d) {
+      Vec k[kColVecs];
+#pragma GCC unroll 4
+      for (int j = 0; j < kColVecs; ++j) k[j] = load(kt + int64_t(d) * kKeyTile + c + j * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Vec x = splat(q[r * q_stride + d]);
+#pragma GCC unroll 4
+        for (int j = 0; j < kColVecs; ++j) acc[r][j] = fma(x, k[j], acc[r][j]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int j = 0; j < kColVecs; ++j) store(s + r * kKeyTile + c + j * kLanes, acc[r][j]);
+  }
+}
+
+// o[r][d .. d + N lanes) = alpha[r] * o + sum over keys in [begin, end) of p[r][key] * rows[key][d ..).
+template <int R, int N, class V>
+void weigh_columns(const V* const* rows, const float* p, const float* alpha, int begin, int end, int d, float* o,
+                   int o_stride) {
+  Vec acc[R][N];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j) acc[r][j] = load(o + int64_t(r) * o_stride + d + j * kLanes) * alpha[r];
+  for (int k = begin; k < end; ++k) {
+    const V* row = rows[k] + d;
+    Vec v[N];
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j) v[j] = load_as_float(row + j * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Vec x = splat(p[r * kKeyTile + k]);
+#pragma GCC unroll 4
+      for (int j = 0; j < N; ++j) acc[r][j] = fma(x, v[j], acc[r][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j) store(o + int64_t(r) * o_stride + d + j * kLanes, acc[r][j]);
+}
+
+// The same over all columns; the rows of V have whole vectors.
+template <int R, class V>
+void weigh_values(const V* const* rows, const float* p, const float* alpha, int begin, int end, int dim, float* o,
+                  int o_stride) {
+  int d = 0;
+  for (; d + kColVecs * kLanes <= dim; d += kColVecs * kLanes)
+    weigh_columns<R, kColVecs>(rows, p, alpha, begin, end, d, o, o_stride);
+  for (; d < dim; d += kLanes) weigh_columns<R, 1>(rows, p, alpha, begin, end, d, o, o_stride);
+}
+
+// One row over the keys whose bit is set, no other row of V being touched.
+inline void weigh_visible(const float* const* rows, const float* p, float alpha, uint64_t visible, int dim, float* o) {
+  for (int d = 0; d < dim; d += kLanes) {
+    Vec acc = load(o + d) * alpha;
+    for (uint64_t bits = visible; bits; bits &= bits - 1) {
+      const int k = __builtin_ctzll(bits);
+      acc = fma(splat(p[k]), load(rows[k] + d), acc);
+    }
+    store(o + d, acc);
+  }
+}
+
+// Converts rows of V to floats, zeros up to whole vectors; says whether all of them are finite.
+template <class KV>
+bool convert_values(const KV* const* rows, int begin, int end, int dim, float* out, int out_stride) {
+  UVec top{};
+  for (int k = begin; k < end; ++k) {
+    float* to = out + int64_t(k) * out_stride;
+    for (int d = 0; d < dim; d += kLanes) {
+      const int n = dim - d;
+      const Vec v = n >= kLanes ? load_as_float(rows[k] + d) : load_as_float(rows[k] + d, n);
+      const UVec magnitude = (UVec)v & 0x7fffffffu;
+      top = magnitude > top ? magnitude : top;
+      store(to + d, v);
+    }
+  }
+  for (int i = 0; i < kLanes; ++i)
+    if (top[i] >= 0x7f800000u) return false;
+  return true;
+}
+
+}  // namespace fi::cpu

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+// Float vectors of the host's width, and the functions that softmax needs of them. No function here
+// contracts or reassociates on its own: a result depends on the operands alone, never on the caller.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define FI_AVX512 1
+#endif
+
+namespace fi::cpu {
+
+#if defined(FI_AVX512)
+inline constexpr int kLanes = 16;
+#elif defined(__AVX2__) && defined(__FMA__)
+inline constexpr int kLanes = 8;
+#else
+inline constexpr int kLanes = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef int32_t IVec __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t UVec __attribute__((vector_size(kLanes * 4)));
+
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+inline Vec splat(float x) { return x - Vec{}; }
+
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
+
+inline Vec fma(Vec a, Vec b, Vec c) {
+#if defined(FI_AVX512)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// A NaN operand may be dropped; the callers rely on exp() to bring it back.
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+inline Vec bits_to_float(UVec u) { return (Vec)u; }
+inline UVec float_to_bits(Vec v) { return (UVec)v; }
+
+namespace detail {
+
+template <int Distance, int... I>
+inline Vec rotate(Vec v, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(v, v, (I ^ Distance)...);
+}
+
+template <int Distance>
+inline Vec rotate(Vec v) {
+  return rotate<Distance>(v, std::make_integer_sequence<int, kLanes>{});
+}
+
+}  // namespace detail
+
+// Butterflies: every lane ends with the same value, for f is commutative.
+template <class F>
+inline float reduce(Vec v, F f) {
+  if constexpr (kLanes >= 16) v = f(v, detail::rotate<8>(v));
+  if constexpr (kLanes >= 8) v = f(v, detail::rotate<4>(v));
+  v = f(v, detail::rotate<2>(v));
+  v = f(v, detail::rotate<1>(v));
+  return v[0];
+}
+
+inline float reduce_max(Vec v) {
+  return reduce(v, [](Vec a, Vec b) { return max(a, b); });
+}
+
+inline float reduce_add(Vec v) {
+  return reduce(v, [](Vec a, Vec b) { return a + b; });
+}
+
+// exp for x <= 88, relative error below 2e-7; zero below the smallest normal number, NaN stays NaN.
+inline Vec exp(Vec x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low mantissa bits
+  const Vec shifted = fma(x, splat(1.44269504f), splat(kRound));
+  const Vec n = shifted - kRound;
+  Vec r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  Vec p = splat(0.00138145401768f);
+  p = fma(p, r, splat(0.00836874510894f));
+  p = fma(p, r, splat(0.0416683907835f));
+  p = fma(p, r, splat(0.16666520399f));
+  p = fma(p, r, splat(0.499999934321f));
+  p = fma(p * r, r, r) + 1.0f;
+  const IVec exponent = (IVec)shifted << 23;
+  const Vec scale = (Vec)(exponent + 0x3f800000);
+  return x < -87.33654f ? Vec{} : p * scale;
+}
+
+inline float exp(float x) { return exp(splat(x))[0]; }
+
+// Absolute error below 1e-7, relative error near zero below 2e-7.
+inline Vec tanh(Vec x) {
+  const Vec magnitude = (Vec)((UVec)x & 0x7fffffffu);
+  const UVec sign = (UVec)x & 0x80000000u;
+  const Vec z = x * x;
+  Vec p = splat(-0.00571704547795f);
+  p = fma(p, z, splat(0.0206505876963f));
+  p = fma(p, z, splat(-0.0537434982112f));
+  p = fma(p, z, splat(0.133314912887f));
+  p = fma(p, z, splat(-0.333332839253f));
+  const Vec small = fma(p * z, x, x);
+  const Vec t = exp(magnitude * -2.0f);
+  const Vec large = (Vec)((UVec)((1.0f - t) / (1.0f + t)) | sign);
+  return magnitude < 0.625f ? small : large;
+}
+
+inline float tanh(float x) { return tanh(splat(x))[0]; }
+
+namespace detail {
+
+template <int Half, int... I>
+inline Vec interleave(Vec a, Vec b, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, (Half * kLanes / 2 + I / 2 + (I % 2) * kLanes)...);
+}
+
+}  // namespace detail
+
+// rows[i][j] becomes rows[j][i]: log2(lanes) rounds of perfect shuffles.
+inline void transpose(Vec (&rows)[kLanes]) {
+  constexpr auto lanes = std::make_integer_sequence<int, kLanes>{};
+#pragma GCC unroll 4
+  for (int round = 1; round < kLanes; round *= 2) {
+    Vec next[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes / 2; ++i) {
+      next[2 * i] = detail::interleave<0>(rows[i], rows[i + kLanes / 2], lanes);
+      next[2 * i + 1] = detail::interleave<1>(rows[i], rows[i + kLanes / 2], lanes);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) rows[i] = next[i];
+  }
+}
+
+}  // namespace fi::cpu

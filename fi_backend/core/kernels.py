@@ -21,8 +21,6 @@ from fi_backend.core.spec import AttentionSpec
 
 OPS_MODULE = jit.ModuleSpec(name="cpu_ops", sources=("cpu/append.cc", "cpu/merge.cc", "bind/cpu_ops.cc"))
 
-_DTYPE_CODES = {"float32": "0", "float16": "1", "bfloat16": "2", "float8_e4m3fn": "3", "float8_e5m2": "4"}
-
 _SCHEMA = (
     "attention(str kernel, Tensor q, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, Tensor? indices, "
     "Tensor row_begin, Tensor row_end, Tensor kv_lens, int index_step, int index_divisor, int page_size, "
@@ -37,8 +35,8 @@ def attention_module(dtype: str, kv_dtype: str) -> jit.ModuleSpec:
     """The CPU module that serves queries of `dtype` over a cache of `kv_dtype`."""
     return jit.ModuleSpec(
         name=f"cpu_attention_{dtype}_{kv_dtype}",
-        sources=("cpu/attention.cc", "bind/cpu_attention.cc"),
-        defines=(("FI_Q_DTYPE", _DTYPE_CODES[dtype]), ("FI_KV_DTYPE", _DTYPE_CODES[kv_dtype])),
+        sources=("cpu/attention.cc", "cpu/attention_check.cc", "bind/cpu_attention.cc"),
+        defines=(("FI_Q_DTYPE", dtype), ("FI_KV_DTYPE", kv_dtype)),
     )
 
 

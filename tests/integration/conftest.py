@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models made on the spot, and engines run in child processes that report as JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fi_backend import env
+from models import copy_llama, random_models
+
+ENGINE_RUN = Path(__file__).with_name("engine_run.py")
+Engine = Callable[..., list[dict[str, Any]]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the switch for the tests that install other versions of vLLM."""
+    parser.addoption(
+        "--vllm-versions", action="store_true", help="also run on other versions of vLLM, which are installed"
+    )
+
+
+@pytest.fixture(scope="session")
+def copy_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return the function (head_dim) -> folder of copy-llama."""
+    root = tmp_path_factory.mktemp("copy-llama")
+
+    @cache
+    def make(head_dim: int = 64) -> Path:
+        folder = root / str(head_dim)
+        copy_llama.make(folder, head_dim=head_dim)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the function (kind) -> folder of a model of fixed random weights."""
+    root = tmp_path_factory.mktemp("random")
+
+    @cache
+    def make(kind: str) -> Path:
+        random_models.make(root / kind, kind)
+        return root / kind
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Return the function (*runs, in_process=True, environment={}) -> one result a run; see engine_run.py.
+
+    in_process: the engine core lives in the process that asks, so that all runs share one import of vLLM.
+    """
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+
+    def run(
+        *runs: Mapping[str, Any],
+        in_process: bool = True,
+        environment: Mapping[str, str] | None = None,
+        command: Sequence[str] = (sys.executable,),
+    ) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("engine")
+        job, result, log = folder / "job.json", folder / "result.json", folder / "log.txt"
+        job.write_text(json.dumps({"runs": runs}))
+        settings = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
+        with log.open("wb") as output:
+            status = subprocess.run(
+                [*command, str(ENGINE_RUN), str(job), str(result)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env.child_environment(**{**settings, **(environment or {})}),
+                timeout=600,
+                check=False,
+            ).returncode
+        text = log.read_text(errors="replace")
+        assert status == 0, f"engine_run.py ended with status {status}:\n{text[-6000:]}"
+        results = json.loads(result.read_text())
+        for each in results:
+            each["log"] = text
+        return results
+
+    return run
+
+
+def copy_questions(
+    contexts: Sequence[int], answer_length: int, *, seed: int = 0
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return prompts of about `contexts` tokens for copy-llama, and their known answers."""
+    pairs = []
+    for index, context in enumerate(contexts):
+        text = copy_llama.text_without_repeats(context - 8, seed * 1000 + index)
+        at = (len(text) - answer_length - 6) * (index + 1) // (len(contexts) + 1)
+        pairs.append(copy_llama.question(text, at, answer_length))
+    return [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
+
+
+def assert_served(result: Mapping[str, Any], layers: int) -> None:
+    """Assert that the fi back end computed every attention of the run: calls = layers x steps."""
+    stats = result["stats"]
+    assert stats["layers"] == layers
+    assert stats["steps"] > 0
+    assert stats["attention_calls"] == stats["expected_calls"]
+    if stats["plans"] == stats["steps"]:  # one KV cache group
+        assert stats["attention_calls"] == layers * stats["steps"]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs vLLM engines, one after another in this process, and reports what they did.
+
+usage: engine_run.py JOB.json RESULT.json
+
+JOB: {"runs": [{"llm": arguments of vllm.LLM, "sabotage": null or a name of SABOTAGE,
+                "batches": [{"prompts": [[token ids]], "max_tokens": n, "prompt_logprobs": bool,
+                             "sampling": more of SamplingParams}]}]}
+RESULT: a list of one object a run, see `_run`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    results = [_run(run) for run in job["runs"]]
+    Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+def _run(run: dict[str, Any]) -> dict[str, Any]:
+    """Return batches (tokens, logprobs, prompt_logprobs, cached), stats, metrics, seconds and max_rss_mib."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from fi_backend.core.counters import counters
+
+    before = asdict(counters().snapshot())
+    started = time.perf_counter()
+    llm = LLM(
+        **{
+            "disable_log_stats": False,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "seed": 0,
+            **run["llm"],
+        }
+    )
+    ready = time.perf_counter()
+    if sabotage := run.get("sabotage"):
+        SABOTAGE[sabotage]()
+    batches = [_generate(llm, batch) for batch in run["batches"]]
+    done = time.perf_counter()
+    after = asdict(counters().snapshot())
+    result = {
+        "batches": batches,
+        "stats": {name: after[name] - before[name] for name in after if name not in ("pid", "engine")},
+        "metrics": _metrics(llm),
+        "seconds": {"start": round(ready - started, 2), "generate": round(done - ready, 2)},
+        "max_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+    print(
+        "engine_run:",
+        json.dumps({k: result[k] for k in ("stats", "metrics", "seconds", "max_rss_mib")}),
+        flush=True,
+    )
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return result
+
+
+def _generate(llm: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    scored = bool(batch.get("prompt_logprobs"))
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=batch["max_tokens"],
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0 if scored else None,
+        prompt_logprobs=0 if scored else None,
+        **batch.get("sampling", {}),
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    result: dict[str, Any] = {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "cached": [output.num_cached_tokens or 0 for output in outputs],
+    }
+    if scored:
+        result["logprobs"] = [_chosen(o.outputs[0].logprobs, o.outputs[0].token_ids) for o in outputs]
+        result["prompt_logprobs"] = [_chosen(o.prompt_logprobs[1:], o.prompt_token_ids[1:]) for o in outputs]
+    return result
+
+
+def _chosen(logprobs: Any, tokens: Any) -> list[float]:
+    return [step[token].logprob for step, token in zip(logprobs, tokens, strict=True)]
+
+
+def _metrics(llm: Any) -> dict[str, float]:
+    """Return every counter that vLLM keeps, by its name without the prefix."""
+    values = {}
+    for metric in llm.get_metrics():
+        if isinstance(value := getattr(metric, "value", None), (int, float)):
+            values[metric.name.removeprefix("vllm:")] = value
+    return values
+
+
+def _ignore_last_page() -> None:
+    """Make every plan and run believe that the last page of each request is not there."""
+    from fi_backend.core.page_table import PageTable
+
+    original = PageTable.from_block_table
+
+    def shortened(block_table: Any, kv_lens: Any, *, page_size: int) -> PageTable:
+        return original(block_table, (kv_lens - page_size).clamp_min(0), page_size=page_size)
+
+    PageTable.from_block_table = shortened  # type: ignore[method-assign, assignment]
+
+
+def _drop_appends() -> None:
+    """Write no keys and values of single-token steps into the cache."""
+    from fi_backend.adapters.vllm import impl
+
+    original = impl.append_kv
+
+    def lossy(key: Any, value: Any, k_cache: Any, v_cache: Any, slots: Any, **scales: Any) -> None:
+        if slots.shape[0] > 1:
+            original(key, value, k_cache, v_cache, slots, **scales)
+
+    impl.append_kv = lossy
+
+
+def _louder_queries() -> None:
+    """Make every softmax scale two percent too large."""
+    from fi_backend.core.attention import BatchAttention
+
+    original = BatchAttention.run
+
+    def louder(self: BatchAttention, q: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, q * 1.02, *args, **kwargs)
+
+    BatchAttention.run = louder  # type: ignore[method-assign, assignment]
+
+
+SABOTAGE = {
+    "ignore_last_page": _ignore_last_page,
+    "drop_appends": _drop_appends,
+    "louder_queries": _louder_queries,
+}
+
+if __name__ == "__main__":
+    main()

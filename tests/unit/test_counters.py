@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters survive the death of their process, and cost next to nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import timeit
+from pathlib import Path
+
+import pytest
+
+from fi_backend import env
+from fi_backend.core.counters import CALLS, LAYERS, STEPS, TOKENS, Counters, read_stats, total
+
+CHILD = """
+import sys
+from fi_backend.core.counters import *
+counters().name_engine("engine 1.2.3")
+counters().add(LAYERS, 2)
+for _ in range(5):
+    counters().add(STEPS)
+    counters().add(CALLS, 2)
+print("counted", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_counts_survive_sigkill(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=env.child_environment(FI_BACKEND_STATS_DIR=str(tmp_path)),
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"counted\n"
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    (stats,) = read_stats(tmp_path)
+    assert (stats.pid, stats.engine) == (child.pid, "engine 1.2.3")
+    assert (stats.layers, stats.steps, stats.attention_calls) == (2, 5, 10)
+
+
+def test_counts_are_read_while_the_process_runs(tmp_path: Path) -> None:
+    mine = Counters(tmp_path)
+    mine.add(TOKENS, 7)
+    assert read_stats(tmp_path)[0].tokens == 7
+    mine.add(TOKENS, 2**40)
+    assert read_stats(tmp_path) == [mine.snapshot()]
+    assert mine.snapshot().tokens == 7 + 2**40
+
+
+def test_counts_without_a_folder_stay_in_memory(tmp_path: Path) -> None:
+    mine = Counters()
+    mine.add(CALLS, 3)
+    assert mine.path is None
+    assert mine.snapshot().attention_calls == 3
+
+
+def test_total_sums_processes(tmp_path: Path) -> None:
+    first, second = Counters(), Counters()
+    first.name_engine("vllm 1")
+    second.name_engine("vllm 1")
+    first.add(LAYERS, 2)
+    second.add(LAYERS, 3)
+    second.add(STEPS)
+    both = total([first.snapshot(), second.snapshot()])
+    assert (both.pid, both.engine, both.layers, both.steps) == (0, "vllm 1", 5, 1)
+
+
+def test_a_foreign_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "1.stats").write_text("something else")
+    with pytest.raises(ValueError, match=r"1\.stats: expected 128 bytes"):
+        read_stats(tmp_path)
+
+
+def test_a_forked_child_counts_for_itself(tmp_path: Path) -> None:
+    code = """
+import os
+from fi_backend.core.counters import CALLS, counters
+counters().add(CALLS)
+if os.fork() == 0:
+    counters().add(CALLS, 5)
+    os._exit(0)
+os.wait()
+"""
+    environment = env.child_environment(FI_BACKEND_STATS_DIR=str(tmp_path))
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert sorted(stats.attention_calls for stats in read_stats(tmp_path)) == [1, 5]
+
+
+def test_add_takes_less_than_a_microsecond(tmp_path: Path) -> None:
+    mine = Counters(tmp_path)
+    seconds = min(timeit.repeat(lambda: mine.add(CALLS), number=20_000, repeat=5)) / 20_000
+    assert seconds < 1e-6
+    assert os.path.getsize(tmp_path / f"{os.getpid()}.stats") == 128

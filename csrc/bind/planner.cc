@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "../core/scratch.h"
+#include "tensor_checks.h"
 
 namespace fi {
 namespace {
@@ -17,7 +18,8 @@ constexpr int64_t kConfigFields = 20;
 
 PlannerConfig read_config(TensorView config) {
   if (config.ndim() != 1 || config.size(0) != kConfigFields)
-    TVM_FFI_THROW(ValueError) << "config: expected " << kConfigFields << " int64 values; got " << config.numel();
+    TVM_FFI_THROW(ValueError) << "config: expected " << kConfigFields << " int64 values; got "
+                              << config.numel();
   const auto* v = static_cast<const int64_t*>(config.data_ptr());
   PlannerConfig c{};
   c.limits = {v[0], v[1], v[2]};
@@ -37,10 +39,8 @@ PlannerConfig read_config(TensorView config) {
 }
 
 std::span<const int32_t> int32_vector(const char* name, TensorView t) {
-  if (t.device().device_type != kDLCPU) TVM_FFI_THROW(ValueError) << name << ": expected a host tensor; got one on a device. Pass the host copy.";
-  if (t.dtype().code != kDLInt || t.dtype().bits != 32) TVM_FFI_THROW(TypeError) << name << ": expected int32; got another dtype.";
-  if (t.ndim() != 1 || (t.size(0) > 1 && t.stride(0) != 1)) TVM_FFI_THROW(ValueError) << name << ": expected a contiguous vector; got " << t.ndim() << " dimensions.";
-  return {static_cast<const int32_t*>(t.data_ptr()), size_t(t.size(0))};
+  bind::expect_vector(name, t, bind::kInt32, -1);
+  return {bind::data<const int32_t>(t), size_t(t.size(0))};
 }
 
 // capacity (8 values), plan layout (9), scratch bytes: everything a caller has to allocate.
@@ -53,16 +53,21 @@ void sizes(TensorView config, int64_t head_dim_v, TensorView out) {
     TVM_FFI_THROW(ValueError) << e.what();
   }
   const PlanLayout l = plan_layout(cap);
-  const int64_t values[] = {cap.requests, cap.items, cap.units, cap.parts, cap.partial_rows, cap.queues, cap.queue_entries, cap.counters,
-                            l.header, l.items, l.units, l.parts, l.kv_len_bounds, l.queue_begin, l.queue_entries, l.counters, l.total,
-                            scratch_layout(cap, c.num_kv_heads, int32_t(head_dim_v)).total};
+  const int64_t values[] = {
+      cap.requests,      cap.items,        cap.units,
+      cap.parts,         cap.partial_rows, cap.queues,
+      cap.queue_entries, cap.counters,     l.header,
+      l.items,           l.units,          l.parts,
+      l.kv_len_bounds,   l.queue_begin,    l.queue_entries,
+      l.counters,        l.total,          scratch_layout(cap, c.num_kv_heads, int32_t(head_dim_v)).total};
   std::copy(std::begin(values), std::end(values), static_cast<int64_t*>(out.data_ptr()));
 }
 
 void plan(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorView buffer) {
+  bind::expect_vector("plan buffer", buffer, bind::kUInt8, -1);
   try {
     make_plan(read_config(config), int32_vector("qo_indptr", qo_indptr), int32_vector("kv_lens", kv_lens),
-              {static_cast<uint8_t*>(buffer.data_ptr()), size_t(buffer.numel())});
+              {bind::data<uint8_t>(buffer), size_t(buffer.numel())});
   } catch (const std::invalid_argument& e) {
     TVM_FFI_THROW(ValueError) << e.what();
   }

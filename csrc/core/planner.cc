@@ -35,34 +35,36 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 [[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
 
-void check_lengths(const PlannerConfig& config, std::span<const int32_t> qo_indptr, std::span<const int32_t> kv_lens) {
+void check_lengths(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
+                   std::span<const int32_t> kv_lens) {
   const auto str = [](int64_t v) { return std::to_string(v); };
   const int64_t requests = int64_t(kv_lens.size());
   if (int64_t(qo_indptr.size()) != requests + 1)
-    fail("qo_indptr: expected " + str(requests + 1) + " entries, one more than kv_lens; got " + str(int64_t(qo_indptr.size())) + ".");
+    fail("qo_indptr: expected " + str(requests + 1) + " entries, one more than kv_lens; got " +
+         str(int64_t(qo_indptr.size())) + ".");
   if (requests > config.limits.max_requests)
-    fail("kv_lens: expected at most max_requests = " + str(config.limits.max_requests) + " requests; got " + str(requests) +
-         ". Raise max_requests at construction.");
+    fail("kv_lens: expected at most max_requests = " + str(config.limits.max_requests) + " requests; got " +
+         str(requests) + ". Raise max_requests at construction.");
   if (qo_indptr[0] < 0) fail("qo_indptr[0]: expected >= 0; got " + str(qo_indptr[0]) + ".");
   for (int64_t r = 0; r < requests; ++r) {
     if (qo_indptr[r + 1] < qo_indptr[r])
-      fail("qo_indptr: expected a non-decreasing sequence; got " + str(qo_indptr[r]) + " then " + str(qo_indptr[r + 1]) +
-           " at entry " + str(r + 1) + ".");
+      fail("qo_indptr: expected a non-decreasing sequence; got " + str(qo_indptr[r]) + " then " +
+           str(qo_indptr[r + 1]) + " at entry " + str(r + 1) + ".");
     if (kv_lens[r] < 0) fail("kv_lens[" + str(r) + "]: expected >= 0; got " + str(kv_lens[r]) + ".");
     if (kv_lens[r] > config.limits.max_kv_len)
-      fail("kv_lens[" + str(r) + "]: expected at most max_kv_len = " + str(config.limits.max_kv_len) + "; got " + str(kv_lens[r]) +
-           ". Raise max_kv_len at construction.");
+      fail("kv_lens[" + str(r) + "]: expected at most max_kv_len = " + str(config.limits.max_kv_len) +
+           "; got " + str(kv_lens[r]) + ". Raise max_kv_len at construction.");
   }
   const int64_t tokens = int64_t(qo_indptr[requests]) - qo_indptr[0];
   if (tokens > config.limits.max_tokens)
-    fail("qo_indptr: expected at most max_tokens = " + str(config.limits.max_tokens) + " query tokens; got " + str(tokens) +
-         ". Raise max_tokens at construction.");
+    fail("qo_indptr: expected at most max_tokens = " + str(config.limits.max_tokens) + " query tokens; got " +
+         str(tokens) + ". Raise max_tokens at construction.");
 }
 
 // Cuts every request into query tiles, each with the KV range that its rows can see. Rows without any
 // key keep an empty range: their neutral state has to be written all the same.
-void make_tiles(const PlannerConfig& config, std::span<const int32_t> qo_indptr, std::span<const int32_t> kv_lens,
-                std::vector<Tile>& tiles) {
+void make_tiles(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
+                std::span<const int32_t> kv_lens, std::vector<Tile>& tiles) {
   tiles.clear();
   const int64_t align = config.invariant_grid > 0 ? config.invariant_grid : config.granule;
   for (size_t r = 0; r < kv_lens.size(); ++r) {
@@ -76,9 +78,11 @@ void make_tiles(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
       const int64_t first = kv_len - q_len + q / config.group;
       const int64_t last = kv_len - q_len + (q + q_rows - 1) / config.group;
       int64_t end = config.causal ? std::min(kv_len, last + 1) : kv_len;
-      int64_t begin = config.window_left >= 0 ? std::max<int64_t>(0, first - config.window_left) / align * align : 0;
+      int64_t begin =
+          config.window_left >= 0 ? std::max<int64_t>(0, first - config.window_left) / align * align : 0;
       if (end <= begin) begin = end = 0;
-      tiles.push_back({int32_t(r), int32_t(q), int32_t(begin), int32_t(end), 1, int32_t(end - begin), uint8_t(tile), uint8_t(q_rows)});
+      tiles.push_back({int32_t(r), int32_t(q), int32_t(begin), int32_t(end), 1, int32_t(end - begin),
+                       uint8_t(tile), uint8_t(q_rows)});
     }
   }
 }
@@ -91,7 +95,7 @@ int64_t tile_cost(const PlannerConfig& config, const Tile& t) {
 int64_t chunk_tokens(const PlannerConfig& config, int tile, int64_t budget) {
   const int64_t align = config.invariant_grid > 0 ? config.invariant_grid : config.granule;
   const int64_t tokens = std::max<int64_t>(config.min_chunk, ceil_div(budget, config.beta[tile]));
-  return std::min<int64_t>(ceil_div(tokens, align) * align, int64_t(1) << 30);
+  return ceil_div(tokens, align) * align;
 }
 
 // Estimated makespan of an item budget: the average load, or the waves that the large items need, plus
@@ -127,7 +131,8 @@ int64_t choose_budget(const PlannerConfig& config, const std::vector<Tile>& tile
       if (item_cost(t, n) > 0.75 * largest) large += n;
     }
     const int64_t waves = ceil_div(large * config.num_kv_heads, config.num_ctas);
-    const double time = std::max(load * config.num_kv_heads / config.num_ctas, largest * (waves > 1 ? 0.75 + 0.25 / double(waves) : 1.0) * double(waves));
+    const double time = std::max(load * config.num_kv_heads / config.num_ctas,
+                                 largest * (waves > 1 ? 0.75 + 0.25 / double(waves) : 1.0) * double(waves));
     if (time < best_time * 0.98) {
       best_time = time;
       best = budget;
@@ -158,7 +163,9 @@ PlanCapacity split_tiles(const PlannerConfig& config, int64_t budget, std::vecto
     parts += states;
     rows += states * t.q_rows;
   }
-  const auto clip = [](int64_t v) { return int32_t(std::min<int64_t>(v, std::numeric_limits<int32_t>::max())); };
+  const auto clip = [](int64_t v) {
+    return int32_t(std::min<int64_t>(v, std::numeric_limits<int32_t>::max()));
+  };
   use.items = clip(items);
   use.units = clip(units);
   use.parts = clip(parts);
@@ -167,16 +174,19 @@ PlanCapacity split_tiles(const PlannerConfig& config, int64_t budget, std::vecto
 }
 
 bool fits(const PlanCapacity& use, const PlanCapacity& cap) {
-  return use.items <= cap.items && use.units <= cap.units && use.parts <= cap.parts && use.partial_rows <= cap.partial_rows;
+  return use.items <= cap.items && use.units <= cap.units && use.parts <= cap.parts &&
+         use.partial_rows <= cap.partial_rows;
 }
 
 int32_t item_cost(const PlannerConfig& config, const Tile& t, int64_t kv_tokens, bool partial) {
-  const int64_t cost = int64_t(config.alpha) * (1 << kTileLog2[t.tile]) + int64_t(config.beta[t.tile]) * kv_tokens + (partial ? config.part_cost : 0);
+  const int64_t cost = int64_t(config.alpha) * (1 << kTileLog2[t.tile]) +
+                       int64_t(config.beta[t.tile]) * kv_tokens + (partial ? config.part_cost : 0);
   return int32_t(std::min<int64_t>(cost, std::numeric_limits<int32_t>::max()));
 }
 
 // Items in (request, tile, chunk) order and the reduction map.
-void emit(const PlannerConfig& config, const std::vector<Tile>& tiles, std::vector<WorkItem>& items, MergeUnit* units, int32_t* parts) {
+void emit(const PlannerConfig& config, const std::vector<Tile>& tiles, std::vector<WorkItem>& items,
+          MergeUnit* units, int32_t* parts) {
   items.clear();
   int32_t unit = 0, part = 0, row = 0;
   const int64_t grid = config.invariant_grid;
@@ -186,8 +196,8 @@ void emit(const PlannerConfig& config, const std::vector<Tile>& tiles, std::vect
     int64_t begin = t.kv_begin;
     for (int32_t c = 0; c < t.chunks; ++c) {
       const int64_t end = c + 1 == t.chunks ? t.kv_end : begin + t.chunk_len;
-      items.push_back({0, uint8_t(c == 0 ? kFirstChunk : 0), uint8_t(kTileLog2[t.tile]), t.q_rows, t.request, t.q_begin,
-                       int32_t(begin), int32_t(end), split ? row : -1, split ? unit : -1,
+      items.push_back({0, uint8_t(c == 0 ? kFirstChunk : 0), uint8_t(kTileLog2[t.tile]), t.q_rows, t.request,
+                       t.q_begin, int32_t(begin), int32_t(end), split ? row : -1, split ? unit : -1,
                        item_cost(config, t, end - begin, split)});
       begin = end;
       if (!split) continue;
@@ -221,19 +231,28 @@ PlanCapacity plan_capacity(const PlannerConfig& config) {
   const int64_t items = tiles + splits;
   const int64_t entries = config.planned_queues ? items * config.num_kv_heads : 0;
   const int64_t counters = 1 + units * config.num_kv_heads;
-  for (int64_t v : {items, states * height, entries, counters, config.limits.max_requests})
-    if (v > std::numeric_limits<int32_t>::max()) fail("max_requests, max_tokens: expected a plan of fewer than 2^31 entries; got " + std::to_string(v) + ".");
-  return {int32_t(config.limits.max_requests), int32_t(items), int32_t(units), int32_t(states), int32_t(states * height),
-          config.planned_queues ? config.num_ctas : 0, int32_t(entries), int32_t(counters)};
+  for (int64_t v : {rows, items, states * height, entries, counters, config.limits.max_requests})
+    if (v > std::numeric_limits<int32_t>::max())
+      fail("max_requests, max_tokens: expected a plan of fewer than 2^31 entries; got " + std::to_string(v) +
+           ".");
+  return {int32_t(config.limits.max_requests),
+          int32_t(items),
+          int32_t(units),
+          int32_t(states),
+          int32_t(states * height),
+          config.planned_queues ? config.num_ctas : 0,
+          int32_t(entries),
+          int32_t(counters)};
 }
 
-void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr, std::span<const int32_t> kv_lens,
-               std::span<uint8_t> buffer) {
+void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
+               std::span<const int32_t> kv_lens, std::span<uint8_t> buffer) {
   check_lengths(config, qo_indptr, kv_lens);
   const PlanCapacity cap = plan_capacity(config);
   const PlanLayout layout = plan_layout(cap);
   if (int64_t(buffer.size()) < layout.total)
-    fail("plan buffer: expected " + std::to_string(layout.total) + " bytes; got " + std::to_string(buffer.size()) + ".");
+    fail("plan buffer: expected " + std::to_string(layout.total) + " bytes; got " +
+         std::to_string(buffer.size()) + ".");
 
   thread_local Scratch scratch;
   make_tiles(config, qo_indptr, kv_lens, scratch.tiles);
@@ -251,7 +270,8 @@ void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr, 
   emit(config, scratch.tiles, scratch.items, units, parts);
 
   scratch.keys.resize(scratch.items.size());
-  for (size_t i = 0; i < scratch.items.size(); ++i) scratch.keys[i] = {uint32_t(scratch.items[i].cost), uint32_t(i)};
+  for (size_t i = 0; i < scratch.items.size(); ++i)
+    scratch.keys[i] = {uint32_t(scratch.items[i].cost), uint32_t(i)};
   sort_longest_first(scratch.keys, scratch.spare);
   for (size_t i = 0; i < scratch.items.size(); ++i) items[i] = scratch.items[scratch.keys[i].index];
   if (!kv_lens.empty()) std::memcpy(bounds, kv_lens.data(), kv_lens.size_bytes());
@@ -272,7 +292,8 @@ void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr, 
   header.num_units = use.units;
   header.num_parts = use.parts;
   header.num_partial_rows = use.partial_rows;
-  header.chunk = int32_t(chunk_tokens(config, 0, budget));
+  header.chunk =
+      int32_t(std::min<int64_t>(chunk_tokens(config, 0, budget), std::numeric_limits<int32_t>::max()));
   header.num_ctas = config.num_ctas;
   header.num_kv_heads = config.num_kv_heads;
   header.group = config.group;

@@ -19,6 +19,7 @@ MODULE = jit.ModuleSpec(
     sources=("core/planner.cc", "core/lpt.cc", "bind/planner.cc"),
 )
 _SIZES = 18
+QUERY_TILES = (1, 16, 32, 64, 128)
 
 
 @cache
@@ -42,6 +43,18 @@ class CostModel:
     beta: tuple[int, int, int, int, int] = (4, 4, 5, 6, 8)
     part_cost: int = 64
     invariant_grid: int = 512
+
+    def __post_init__(self) -> None:
+        if len(self.beta) != len(QUERY_TILES):
+            raise ValueError(f"beta: expected {len(QUERY_TILES)} costs, one a query tile; got {self.beta!r}.")
+        least_one = {name: getattr(self, name) for name in ("granule", "min_chunk", "invariant_grid")}
+        least_one |= {f"beta[{i}]": value for i, value in enumerate(self.beta)}
+        for name, value in {**least_one, "alpha": self.alpha, "part_cost": self.part_cost}.items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}: expected an int; got {value!r} of type {type(value).__name__}.")
+            lower = int(name in least_one)
+            if not lower <= value < 2**31:
+                raise ValueError(f"{name}: expected {lower} .. 2**31 - 1; got {value}.")
 
     @classmethod
     def for_device(cls, device: torch.device) -> CostModel:
@@ -80,10 +93,18 @@ class Planner:
     """
 
     def __init__(
-        self, spec: AttentionSpec, limits: Limits, *, num_ctas: int, costs: CostModel, planned_queues: bool = False
+        self,
+        spec: AttentionSpec,
+        limits: Limits,
+        *,
+        num_ctas: int,
+        costs: CostModel,
+        planned_queues: bool = False,
     ) -> None:
-        if num_ctas < 1:
-            raise ValueError(f"num_ctas: expected >= 1; got {num_ctas}.")
+        if isinstance(num_ctas, bool) or not isinstance(num_ctas, int):
+            raise TypeError(f"num_ctas: expected an int; got {num_ctas!r} of type {type(num_ctas).__name__}.")
+        if not 1 <= num_ctas < 2**31:
+            raise ValueError(f"num_ctas: expected 1 .. 2**31 - 1; got {num_ctas}.")
         self.limits = limits
         self.costs = costs
         self.config = torch.tensor(

@@ -13,7 +13,7 @@ from fi_backend.core import jit
 from fi_backend.core.kernels import OPS_MODULE
 
 _Scale = float | Tensor
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_TENSORS = ("key", "value", "k_cache", "v_cache", "slot_mapping")
 
 
 @cache
@@ -48,7 +48,7 @@ def append_kv(
 
     Raises ValueError or TypeError that names the argument; nothing is written then.
     """
-    for name, tensor in (("key", key), ("value", value), ("k_cache", k_cache), ("v_cache", v_cache)):
+    for name, tensor in zip(_TENSORS, (key, value, k_cache, v_cache, slot_mapping), strict=True):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a torch tensor; got {type(tensor).__name__}.")
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):

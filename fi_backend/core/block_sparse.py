@@ -11,6 +11,12 @@ from torch import Tensor
 from fi_backend.core.page_table import PageTable
 
 
+def _expect_blocks(block_rows: int, block_cols: int) -> None:
+    for name, value in (("block_rows", block_rows), ("block_cols", block_cols)):
+        if value < 1:
+            raise ValueError(f"{name}: expected >= 1; got {value}.")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockSparse:
     """A block-sparse matrix: which blocks of KV tokens each block of query tokens attends to.
@@ -37,6 +43,7 @@ class BlockSparse:
         """
         if mask.dim() != 2 or mask.dtype is not torch.bool:
             raise TypeError(f"mask: expected bool [rows, cols]; got {mask.dtype} {tuple(mask.shape)}.")
+        _expect_blocks(block_rows, block_cols)
         rows, cols = mask.shape
         row_blocks, col_blocks = -(-rows // block_rows), -(-cols // block_cols)
         padded = torch.zeros(row_blocks * block_rows, col_blocks * block_cols, dtype=torch.bool)
@@ -52,8 +59,8 @@ class BlockSparse:
         if bool(partly.any()):
             i, j = partly.nonzero()[0].tolist()
             raise ValueError(
-                f"mask: expected whole {block_rows}x{block_cols} blocks; block ({i}, {j}) is only partly True. "
-                "Choose smaller blocks, or pass the mask as custom_mask."
+                f"mask: expected whole {block_rows}x{block_cols} blocks; block ({i}, {j}) is only partly "
+                "True. Choose smaller blocks, or pass the mask as custom_mask."
             )
         chosen = some > 0
         indptr = torch.zeros(row_blocks + 1, dtype=torch.int32)
@@ -63,35 +70,47 @@ class BlockSparse:
 
     @classmethod
     def from_csr(
-        cls, indptr: Tensor, indices: Tensor, *, num_rows: int, num_cols: int, block_rows: int, block_cols: int
+        cls,
+        indptr: Tensor,
+        indices: Tensor,
+        *,
+        num_rows: int,
+        num_cols: int,
+        block_rows: int,
+        block_cols: int,
     ) -> BlockSparse:
         """Take block-CSR arrays as they are (no copy).
 
         indptr: int32 [ceil(num_rows / block_rows) + 1]; indices: int32 [nnz], ascending inside a row.
         Raises ValueError when the arrays do not describe such a matrix.
         """
-        for name, value in (("block_rows", block_rows), ("block_cols", block_cols)):
-            if value < 1:
-                raise ValueError(f"{name}: expected >= 1; got {value}.")
+        _expect_blocks(block_rows, block_cols)
         row_blocks, col_blocks = -(-num_rows // block_rows), -(-num_cols // block_cols)
         if indptr.dtype is not torch.int32 or indices.dtype is not torch.int32:
             raise TypeError(f"indptr, indices: expected int32; got {indptr.dtype}, {indices.dtype}.")
         if indptr.numel() != row_blocks + 1:
-            raise ValueError(f"indptr: expected {row_blocks + 1} entries for {num_rows} rows; got {indptr.numel()}.")
+            raise ValueError(
+                f"indptr: expected {row_blocks + 1} entries for {num_rows} rows; got {indptr.numel()}."
+            )
         if indptr.device.type == "cpu":
             steps = indptr.diff()
             if bool((steps < 0).any()) or int(indptr[0]) != 0 or int(indptr[-1]) != indices.numel():
                 raise ValueError(
-                    f"indptr: expected a non-decreasing sequence from 0 to {indices.numel()}; got {indptr.tolist()}."
+                    f"indptr: expected a non-decreasing sequence from 0 to {indices.numel()}; "
+                    f"got {indptr.tolist()}."
                 )
             if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < col_blocks:
-                raise ValueError(f"indices: expected column blocks in 0..{col_blocks - 1}; got {indices.tolist()}.")
+                raise ValueError(
+                    f"indices: expected column blocks in 0..{col_blocks - 1}; got {indices.tolist()}."
+                )
             rises = indices.diff() > 0
             inner = torch.ones(max(indices.numel() - 1, 0), dtype=torch.bool)
             starts = indptr[1:-1].long()
             inner[starts[(starts > 0) & (starts < indices.numel())] - 1] = False
             if bool((inner & ~rises).any()):
-                raise ValueError("indices: expected ascending column blocks inside each row, without repeats.")
+                raise ValueError(
+                    "indices: expected ascending column blocks inside each row, without repeats."
+                )
         return cls(indptr, indices, num_rows, num_cols, block_rows, block_cols)
 
     @property

@@ -30,13 +30,20 @@ def _expect_int(name: str, tensor: Tensor, dtype: torch.dtype, ndim: int) -> Non
     _expect(tensor.dim() == ndim, name, f"{ndim} dimension(s)", f"shape {tuple(tensor.shape)}")
 
 
+def _expect_integers(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a torch tensor; got {type(tensor).__name__}.")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected torch.int32 or torch.int64; got {tensor.dtype}.")
+
+
 @lru_cache(maxsize=64)
 def _affine_rows(capacity: int, stride: int, offset: int, device: str) -> Tensor:
     return torch.arange(capacity, dtype=torch.int64, device=device) * stride + offset
 
 
 def _rows(num_rows: int, stride: int, offset: int, device: torch.device) -> Tensor:
-    """Row starts ``i * stride + offset``: made once per stride and sliced, so that a step allocates nothing."""
+    """Row starts ``i * stride + offset``: made once per stride and sliced, so a step allocates nothing."""
     capacity = max(64, 1 << (num_rows - 1).bit_length()) if num_rows else 64
     return _affine_rows(capacity, stride, offset, str(device))[:num_rows]
 
@@ -101,6 +108,7 @@ class PageTable:
         """
         _expect_int("token_table", token_table, torch.int32, 2)
         _expect_int("kv_lens", kv_lens, torch.int32, 1)
+        _expect_integers("rows", rows)
         _expect(rows.shape == kv_lens.shape, "rows", f"shape {tuple(kv_lens.shape)}", tuple(rows.shape))
         _expect(page_size >= 1, "page_size", ">= 1", page_size)
         width = token_table.shape[1]
@@ -130,22 +138,30 @@ class PageTable:
             1..page_size (0 for an empty row), kv_lens must fit into the row's pages.
         """
         _expect_int("indices", indices, torch.int32, 1)
+        _expect_integers("indptr", indptr)
         _expect(indptr.dim() == 1 and indptr.numel() >= 1, "indptr", "[requests + 1]", tuple(indptr.shape))
         _expect(page_size >= 1, "page_size", ">= 1", page_size)
         if (last_page_len is None) == (kv_lens is None):
-            raise ValueError("kv_lens: expected exactly one of kv_lens and last_page_len; got both or neither.")
+            raise ValueError(
+                "kv_lens: expected exactly one of kv_lens and last_page_len; got both or neither."
+            )
         begin64 = indptr.to(torch.int64)
         begin, end = begin64[:-1], begin64[1:]
         pages = end - begin
         host = indptr.device.type == "cpu"
         if host:
             _expect(bool((pages >= 0).all()), "indptr", "a non-decreasing sequence", indptr.tolist())
-            ends_ok = indptr.numel() == 1 or int(begin64[-1]) <= indices.numel() and int(begin64[0]) >= 0
+            ends_ok = indptr.numel() == 1 or (int(begin64[-1]) <= indices.numel() and int(begin64[0]) >= 0)
             _expect(ends_ok, "indptr", f"bounds within 0..{indices.numel()} indices", int(begin64[-1]))
         if kv_lens is None:
             assert last_page_len is not None
             _expect_int("last_page_len", last_page_len, torch.int32, 1)
-            _expect(last_page_len.shape == begin.shape, "last_page_len", f"{begin.numel()} entries", tuple(last_page_len.shape))
+            _expect(
+                last_page_len.shape == begin.shape,
+                "last_page_len",
+                f"{begin.numel()} entries",
+                tuple(last_page_len.shape),
+            )
             if host:
                 low = (pages > 0).to(torch.int32)
                 bad = ((last_page_len < low) | (last_page_len > page_size)).nonzero()
@@ -160,6 +176,14 @@ class PageTable:
             ).to(torch.int32)
         _expect_int("kv_lens", kv_lens, torch.int32, 1)
         _expect(kv_lens.shape == begin.shape, "kv_lens", f"{begin.numel()} entries", tuple(kv_lens.shape))
+        if host and kv_lens.device.type == "cpu":
+            over = (kv_lens > pages * page_size).nonzero()
+            if over.numel():
+                row = int(over[0])
+                raise ValueError(
+                    f"kv_lens[{row}]: expected at most {int(pages[row]) * page_size} tokens, which the row's "
+                    f"{int(pages[row])} pages hold; got {int(kv_lens[row])}."
+                )
         return cls(indices, begin, end, kv_lens, page_size)
 
     @classmethod
@@ -168,6 +192,7 @@ class PageTable:
 
         kv_indptr: int32 or int64 [requests + 1].
         """
+        _expect_integers("kv_indptr", kv_indptr)
         _expect(
             kv_indptr.dim() == 1 and kv_indptr.numel() >= 1,
             "kv_indptr",
@@ -177,5 +202,6 @@ class PageTable:
         bounds = kv_indptr.to(torch.int64)
         lens = (bounds[1:] - bounds[:-1]).to(torch.int32)
         if kv_indptr.device.type == "cpu":
-            _expect(bool((lens >= 0).all()), "kv_indptr", "a non-decreasing sequence", kv_indptr.tolist())
+            rises = bool((lens >= 0).all()) and int(bounds[0]) >= 0
+            _expect(rises, "kv_indptr", "a non-decreasing sequence from 0 or more", kv_indptr.tolist())
         return cls(None, bounds[:-1], bounds[1:], lens, 1)

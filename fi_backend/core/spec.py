@@ -96,6 +96,9 @@ class AttentionSpec:
         self._set("scale", self._finite("scale", self.scale or 1.0 / math.sqrt(self.head_dim)))
         if isinstance(self.window_left, bool) or not isinstance(self.window_left, int):
             raise TypeError(f"window_left: expected an int; got {self.window_left!r}.")
+        for name in ("causal", "alibi", "sinks", "custom_mask", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: expected True or False; got {getattr(self, name)!r}.")
         if self.window_left < -1:
             raise ValueError(f"window_left: expected -1 (off) or >= 0 tokens; got {self.window_left}.")
         self._set("logits_soft_cap", self._finite("logits_soft_cap", self.logits_soft_cap))

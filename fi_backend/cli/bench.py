@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fi-backend bench`: measurements with progress, a table, and a JSON file for the record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fi_backend.cli.shell import InputError, console, error_console, integers, write_json
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+bench = typer.Typer(
+    help="Measure planning and kernels on this machine.", rich_markup_mode=None, add_completion=False
+)
+_Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
+
+
+@bench.command()
+def plan(
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "16,64,256,1024",
+    ctas: Annotated[int, typer.Option(help="CTAs to balance over.")] = 132,
+    calls: Annotated[int, typer.Option(help="Timed calls of each row.")] = 1000,
+    json_file: _Json = None,
+) -> None:
+    """Time planning a step of mixed lengths (decode, one request in 16 a prefill chunk) on the host."""
+    batches = integers("--batch", batch, low=1)
+    for option, value in (("--ctas", ctas), ("--calls", calls)):
+        if value < 1:
+            raise InputError(f"{option}: expected >= 1; got {value}")
+    from fi_backend.benchmarks.plan_time import time_planning
+    from fi_backend.benchmarks.record import provenance
+    from fi_backend.cli.probes.host import cpu_name
+
+    rows = []
+    with _progress() as progress:
+        task = progress.add_task("planning", total=2 * len(batches))
+        for size in batches:
+            progress.update(task, description=f"batch {size}")
+            rows += time_planning(size, ctas, calls=calls, progress=lambda: progress.advance(task))
+
+    from rich.table import Table
+
+    console().print(f"µs to plan a step for {ctas} CTAs on {cpu_name()}", soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    for name in ("where", "batch", "median", "p10", "p90", "work items"):
+        table.add_column(name, justify="left" if name == "where" else "right")
+    for row in rows:
+        table.add_row(
+            row.where,
+            str(row.batch),
+            f"{row.median_us:.1f}",
+            f"{row.p10_us:.1f}",
+            f"{row.p90_us:.1f}",
+            str(row.items),
+        )
+    console().print(table)
+    console().print(
+        "[dim]host: the whole BatchAttention.plan() with its PageTable; host-native: the planner in it[/dim]"
+    )
+    if json_file is not None:
+        write_json(json_file, {**provenance(cpu_name()), "ctas": ctas, "rows": [asdict(row) for row in rows]})
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=error_console(), transient=True) as progress:
+        yield progress

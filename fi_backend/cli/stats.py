@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fi-backend stats`: what the back end really did, process by process."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fi_backend.cli.shell import InputError, console, print_json, user_input
+
+if TYPE_CHECKING:
+    from fi_backend.core.counters import ProcessStats
+
+_HELP = {
+    "steps": "Batches whose metadata was built.",
+    "plans": "Plans made.",
+    "expected_calls": "Attention layers summed over the steps.",
+    "attention_calls": "Attention calls that ran on this back end.",
+    "tokens": "Query tokens of those calls.",
+    "appended_tokens": "Tokens written to KV caches.",
+    "layers": "Attention layers built on this back end.",
+}
+
+
+def stats(
+    folder: Annotated[Path, typer.Argument(help="What FI_BACKEND_STATS_DIR was set to.", metavar="DIR")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="Print Prometheus' text format.")] = False,
+) -> None:
+    """Print how many attention calls each process served; it may still be running."""
+    from fi_backend.core.counters import read_stats, total
+
+    if as_json and prometheus:
+        raise InputError("--prometheus: expected at most one of --json and --prometheus; got both")
+    if not folder.is_dir():
+        raise InputError(f"DIR: expected a folder that FI_BACKEND_STATS_DIR named; got {str(folder)!r}")
+    with user_input():
+        found = read_stats(folder)
+    if as_json:
+        print_json({"processes": [asdict(each) for each in found], "total": asdict(total(found))})
+    elif prometheus:
+        print(prometheus_text(found), end="")
+    else:
+        _print_table(found, total(found))
+
+
+def prometheus_text(found: list[ProcessStats]) -> str:
+    """Return the counts in Prometheus' text exposition format, one series a process."""
+    lines = []
+    for name, meaning in _HELP.items():
+        # Layers do not grow with use: a gauge, whose name has no _total.
+        kind, metric = (
+            ("gauge", f"fi_backend_{name}") if name == "layers" else ("counter", f"fi_backend_{name}_total")
+        )
+        lines += [f"# HELP {metric} {meaning}", f"# TYPE {metric} {kind}"]
+        for each in found:
+            engine = each.engine.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+            lines.append(f'{metric}{{pid="{each.pid}",engine="{engine}"}} {getattr(each, name)}')
+    return "\n".join(lines) + "\n"
+
+
+def _print_table(found: list[ProcessStats], summed: ProcessStats) -> None:
+    from rich.table import Table
+
+    columns = [field.name for field in fields(summed)]
+    table = Table(box=None, pad_edge=False, show_footer=len(found) > 1)
+    for name in columns:
+        value = "total" if name == "pid" else str(getattr(summed, name)) if name != "engine" else ""
+        justify = "left" if name in ("pid", "engine") else "right"
+        table.add_column(name.replace("_", " "), footer=value, justify=justify)  # type: ignore[arg-type]
+    for each in found:
+        table.add_row(*(str(getattr(each, name)) for name in columns))
+    if not found:
+        console().print("no process has written counters there")
+        return
+    console().print(table)
+    if summed.attention_calls != summed.expected_calls:
+        console().print(
+            f"[yellow]{summed.attention_calls} attention calls ran, {summed.expected_calls} were expected: "
+            "some layers ran on another back end, or a step was in flight[/yellow]",
+            soft_wrap=True,
+        )

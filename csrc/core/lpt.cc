@@ -41,7 +41,8 @@ void sort_longest_first(std::vector<SortKey>& keys, std::vector<SortKey>& spare)
   }
 }
 
-void assign_queues(std::span<const WorkItem> items, int32_t num_kv_heads, int32_t num_queues, int32_t* begin, int32_t* entries) {
+void assign_queues(std::span<const WorkItem> items, int32_t num_kv_heads, int32_t num_queues, int32_t* begin,
+                   int32_t* entries) {
   using Load = std::pair<int64_t, int32_t>;
   std::vector<Load> idle(static_cast<size_t>(num_queues));
   for (int32_t c = 0; c < num_queues; ++c) idle[size_t(c)] = {0, c};

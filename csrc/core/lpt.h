@@ -20,6 +20,7 @@ void sort_longest_first(std::vector<SortKey>& keys, std::vector<SortKey>& spare)
 
 // FlashInfer paper, Algorithm 1: each (item, KV head) in list order goes to the CTA with the least cost so
 // far, ties to the lower CTA. begin: num_queues + 1; entries: item * num_kv_heads + head, queue by queue.
-void assign_queues(std::span<const WorkItem> items, int32_t num_kv_heads, int32_t num_queues, int32_t* begin, int32_t* entries);
+void assign_queues(std::span<const WorkItem> items, int32_t num_kv_heads, int32_t num_queues, int32_t* begin,
+                   int32_t* entries);
 
 }  // namespace fi

@@ -47,8 +47,8 @@ struct AttentionParams {
   int32_t k_scale_stride, v_scale_stride;
 
   int32_t causal;
-  int32_t window_left;  // -1: off
-  float soft_cap;       // 0: off
+  int32_t window_left;         // -1: off
+  float soft_cap;              // 0: off
   const float* alibi_slopes;   // [num_qo_heads] or null
   const float* sinks;          // [num_qo_heads] or null
   const uint8_t* custom_mask;  // packed bits, little end first, or null: bit (query token, key) of

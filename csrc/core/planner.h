@@ -43,7 +43,7 @@ int query_tile(int64_t packed_rows);
 
 // Writes the plan. qo_indptr has one entry more than kv_lens; kv_lens may be upper bounds.
 // Throws std::invalid_argument before anything is written when the input breaks a limit.
-void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr, std::span<const int32_t> kv_lens,
-               std::span<uint8_t> buffer);
+void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
+               std::span<const int32_t> kv_lens, std::span<uint8_t> buffer);
 
 }  // namespace fi

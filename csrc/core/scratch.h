@@ -13,7 +13,8 @@ struct ScratchLayout {
   int64_t total;
 };
 
-inline constexpr ScratchLayout scratch_layout(const PlanCapacity& c, int32_t num_kv_heads, int32_t head_dim_v) {
+inline constexpr ScratchLayout scratch_layout(const PlanCapacity& c, int32_t num_kv_heads,
+                                              int32_t head_dim_v) {
   const int64_t states = int64_t(c.partial_rows) * num_kv_heads;
   ScratchLayout l{};
   l.partial_lse = 0;

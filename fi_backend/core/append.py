@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fi_backend.core import jit
+from fi_backend.core import jit, ops
 from fi_backend.core.kernels import OPS_MODULE
 
 _Scale = float | Tensor
@@ -19,11 +19,6 @@ _TENSORS = ("key", "value", "k_cache", "v_cache", "slot_mapping")
 @cache
 def _native() -> Any:
     return jit.load(OPS_MODULE).append_kv
-
-
-@lru_cache(maxsize=256)
-def _scale_tensor(value: float) -> Tensor:
-    return torch.tensor([value], dtype=torch.float32)
 
 
 def append_kv(
@@ -57,13 +52,33 @@ def append_kv(
                 f"{name}: expected a float or fp8 dtype; got uint8, which does not say which fp8 format it "
                 "holds. Pass cache.view(torch.float8_e4m3fn) or .view(torch.float8_e5m2)."
             )
-    _native()(
+    call = torch.ops.fi_backend.append_kv if torch.compiler.is_compiling() else _append_kv
+    call(
         key,
         value,
         slot_mapping,
-        k_scale if isinstance(k_scale, Tensor) else _scale_tensor(float(k_scale)),
-        v_scale if isinstance(v_scale, Tensor) else _scale_tensor(float(v_scale)),
-        torch.get_num_threads(),
+        ops.scale_tensor(k_scale),
+        ops.scale_tensor(v_scale),
         k_cache,
         v_cache,
     )
+
+
+def _append_kv(
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> None:
+    _native()(key, value, slots, k_scale, v_scale, torch.get_num_threads(), k_cache, v_cache)
+
+
+ops.define(
+    "append_kv(Tensor key, Tensor value, Tensor slot_mapping, Tensor k_scale, Tensor v_scale, "
+    "Tensor(a!) k_cache, Tensor(b!) v_cache) -> ()",
+    _append_kv,
+    lambda *_: None,
+)

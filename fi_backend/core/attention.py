@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from fi_backend.core import kernels
+from fi_backend.core import kernels, ops
 from fi_backend.core.block_sparse import BlockSparse
 from fi_backend.core.custom_mask import PackedMask, pack_mask
 from fi_backend.core.page_table import PageTable
@@ -22,19 +21,14 @@ from fi_backend.errors import PlanError, UnsupportedError
 _Scale = float | Tensor
 
 
-@lru_cache(maxsize=256)
-def _scale_tensor(value: float) -> Tensor:
-    return torch.tensor([value], dtype=torch.float32)
-
-
 class BatchAttention:
     """Attention over paged or contiguous KV for up to `max_requests` requests a step.
 
     spec: what is fixed for the layer. max_requests, max_tokens: of one step (query tokens of all requests
     together). max_kv_len: KV tokens of one request. device: where q and the caches live. num_ctas: workers to
-    balance over (default: torch's intra-op threads). planned_queues: run the queues of the paper's Algorithm 1
-    instead of drawing items by ticket. workspace: uint8, at least workspace_size() bytes, contents
-    arbitrary; layers that run one after another may share it (default: an own one).
+    balance over (default: torch's intra-op threads). planned_queues: run the queues of the paper's
+    Algorithm 1 instead of drawing items by ticket. workspace: uint8, at least workspace_size() bytes,
+    contents arbitrary; layers that run one after another may share it (default: an own one).
 
     All memory is allocated here; plan() and run() allocate nothing but the output when none is given.
     Raises UnsupportedError when the spec cannot run on the device (see support.unsupported_reason).
@@ -99,8 +93,8 @@ class BatchAttention:
         if isinstance(page_table, BlockSparse):
             if self.spec.causal or self.spec.window_left >= 0:
                 raise PlanError(
-                    "page_table: BlockSparse rows carry no token positions; expected a spec with causal=False "
-                    "and window_left=-1. Put the mask into the blocks, or pass custom_mask."
+                    "page_table: BlockSparse rows carry no token positions; expected a spec with "
+                    "causal=False and window_left=-1. Put the mask into the blocks, or pass custom_mask."
                 )
             page_table = page_table.to_page_table()
         self._check_table(qo_indptr, page_table)
@@ -148,10 +142,8 @@ class BatchAttention:
             if q.dim() != 3:
                 raise ValueError(f"q: expected [tokens, num_qo_heads, head_dim]; got shape {tuple(q.shape)}.")
             out = q.new_empty(q.shape[0], spec.num_qo_heads, spec.head_dim_v)
-        if (alibi_slopes is not None) != spec.alibi:
-            raise ValueError(f"alibi_slopes: expected {'a tensor' if spec.alibi else 'None'}, as spec.alibi says; got the opposite.")
-        if (sinks is not None) != spec.sinks:
-            raise ValueError(f"sinks: expected {'a tensor' if spec.sinks else 'None'}, as spec.sinks says; got the opposite.")
+        self._expect_given("alibi_slopes", alibi_slopes, spec.alibi)
+        self._expect_given("sinks", sinks, spec.sinks)
         kernels.run_attention(
             self._kernel,
             spec,
@@ -164,8 +156,8 @@ class BatchAttention:
             self._plan_buffer,
             self._capacity,
             self._workspace,
-            k_scale if isinstance(k_scale, Tensor) else _scale_tensor(float(k_scale)),
-            v_scale if isinstance(v_scale, Tensor) else _scale_tensor(float(v_scale)),
+            ops.scale_tensor(k_scale),
+            ops.scale_tensor(v_scale),
             alibi_slopes,
             sinks,
             out,
@@ -173,18 +165,29 @@ class BatchAttention:
         )
         return out
 
+    @staticmethod
+    def _expect_given(name: str, tensor: Tensor | None, wanted: bool) -> None:
+        if (tensor is not None) != wanted:
+            expected, got = ("a tensor", "None") if wanted else ("None", "a tensor")
+            raise ValueError(f"{name}: expected {expected}, as the spec says; got {got}.")
+
     def _take_workspace(self, workspace: Tensor | None) -> Tensor:
         size = self.workspace_size()
         if workspace is None:
             return torch.empty(size, dtype=torch.uint8, device=self.device)
         if workspace.dtype is not torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
-            raise TypeError(f"workspace: expected a contiguous uint8 vector; got {workspace.dtype} {tuple(workspace.shape)}.")
+            got = f"{workspace.dtype} {tuple(workspace.shape)}"
+            raise TypeError(f"workspace: expected a contiguous uint8 vector; got {got}.")
         if workspace.device != self.device:
             raise ValueError(f"workspace: expected device {self.device}; got {workspace.device}.")
         if workspace.numel() < size:
-            raise ValueError(f"workspace: expected at least workspace_size() = {size} bytes; got {workspace.numel()}.")
-        if workspace.data_ptr() % 128:
-            raise ValueError("workspace: expected a 128-byte aligned start; allocate it as a tensor of its own.")
+            raise ValueError(
+                f"workspace: expected workspace_size() = {size} bytes or more; got {workspace.numel()}."
+            )
+        if workspace.data_ptr() % 64:
+            raise ValueError(
+                "workspace: expected a 64-byte aligned start; allocate it as a tensor of its own."
+            )
         return workspace
 
     def _check_table(self, qo_indptr: Tensor, table: PageTable) -> None:
@@ -192,8 +195,8 @@ class BatchAttention:
             raise TypeError(f"qo_indptr: expected int32; got {qo_indptr.dtype}.")
         if qo_indptr.dim() != 1 or qo_indptr.shape[0] != table.num_requests + 1:
             raise PlanError(
-                f"qo_indptr: expected {table.num_requests + 1} entries, one more than the page table has requests; "
-                f"got shape {tuple(qo_indptr.shape)}."
+                f"qo_indptr: expected {table.num_requests + 1} entries, one more than the page table "
+                f"has requests; got shape {tuple(qo_indptr.shape)}."
             )
         expected = 1 if table.indices is None else self.spec.page_size
         if table.page_size != expected:

@@ -43,12 +43,14 @@ def pack_mask(mask: Tensor | Sequence[Tensor], q_lens: Tensor, kv_lens: Tensor) 
     else:
         pieces = list(mask)
         if len(pieces) != len(sizes):
-            raise ValueError(f"custom_mask: expected {len(sizes)} matrices, one a request; got {len(pieces)}.")
-        for row, (piece, q_len, kv_len) in enumerate(zip(pieces, q_lens.tolist(), kv_lens.tolist(), strict=True)):
-            if piece.dtype is not torch.bool or tuple(piece.shape) != (q_len, kv_len):
-                raise ValueError(
-                    f"custom_mask[{row}]: expected bool {(q_len, kv_len)}; got {piece.dtype} {tuple(piece.shape)}."
-                )
+            raise ValueError(
+                f"custom_mask: expected {len(sizes)} matrices, one a request; got {len(pieces)}."
+            )
+        shapes = zip(q_lens.tolist(), kv_lens.tolist(), strict=True)
+        for row, (piece, shape) in enumerate(zip(pieces, shapes, strict=True)):
+            if piece.dtype is not torch.bool or tuple(piece.shape) != shape:
+                got = f"{piece.dtype} {tuple(piece.shape)}"
+                raise ValueError(f"custom_mask[{row}]: expected bool {shape}; got {got}.")
     packed = [np.packbits(piece.cpu().numpy().reshape(-1), bitorder="little") for piece in pieces]
     begin = np.zeros(len(packed), dtype=np.int64)
     begin[1:] = np.cumsum([p.size for p in packed[:-1]])

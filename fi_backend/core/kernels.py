@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fi_backend import env
-from fi_backend.core import jit
+from fi_backend.core import jit, ops
 from fi_backend.core.custom_mask import PackedMask
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.spec import AttentionSpec
@@ -26,7 +26,7 @@ _SCHEMA = (
     "Tensor row_begin, Tensor row_end, Tensor kv_lens, int index_step, int index_divisor, int page_size, "
     "int num_pages, Tensor(a!) plan, Tensor capacity, Tensor(b!) workspace, float scale, Tensor k_scale, "
     "Tensor v_scale, bool causal, int window_left, float soft_cap, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? mask, Tensor? mask_begin, Tensor? mask_kv_len, bool debug, int num_threads, Tensor(c!) out, "
+    "Tensor? mask, Tensor? mask_begin, Tensor? mask_kv_len, Tensor(c!) out, "
     "Tensor(d!)? lse) -> ()"
 )
 
@@ -104,29 +104,18 @@ def run_attention(
         None if mask is None else mask.bits,
         None if mask is None else mask.begin,
         None if mask is None else mask.kv_len,
-        env.debug(),
-        torch.get_num_threads(),
         out,
         lse,
     )
     if torch.compiler.is_compiling():
         torch.ops.fi_backend.attention(kernel, *arguments)
     else:
-        _native(kernel)(*arguments)
+        _attention(kernel, *arguments)
 
 
-def _attention_op(kernel: str, *arguments: Any) -> None:
-    _native(kernel)(*arguments)
+def _attention(kernel: str, *arguments: Any) -> None:
+    *inputs, out, lse = arguments
+    _native(kernel)(*inputs, env.debug(), torch.get_num_threads(), out, lse)
 
 
-def _register() -> None:
-    # Library.define/impl, not custom_op: the latter costs about 26 us a call.
-    library = torch.library.Library("fi_backend", "FRAGMENT")
-    library.define(_SCHEMA)
-    library.impl("attention", _attention_op, "CPU")
-    torch.library.register_fake("fi_backend::attention", lambda *_: None, lib=library)
-    _LIBRARIES.append(library)
-
-
-_LIBRARIES: list[torch.library.Library] = []
-_register()
+ops.define(_SCHEMA, _attention, lambda *_: None)

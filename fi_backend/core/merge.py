@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fi_backend.core import jit
+from fi_backend.core import jit, ops
 from fi_backend.core.kernels import OPS_MODULE
 
 
@@ -39,6 +39,20 @@ def merge_state(
     Returns (out, lse). Raises ValueError or TypeError that names the argument; nothing is written then.
     """
     _expect_tensors(o_a=o_a, lse_a=lse_a, o_b=o_b, lse_b=lse_b)
+    if torch.compiler.is_compiling():
+        return _deliver(torch.ops.fi_backend.merge_state(o_a, lse_a, o_b, lse_b, mask), out, lse)
+    return _merge_state(o_a, lse_a, o_b, lse_b, mask, out, lse)
+
+
+def _merge_state(
+    o_a: Tensor,
+    lse_a: Tensor,
+    o_b: Tensor,
+    lse_b: Tensor,
+    mask: Tensor | None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(o_a, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format) if lse is None else lse
     _native().merge_state(o_a, lse_a, o_b, lse_b, mask, torch.get_num_threads(), out, lse)
@@ -59,6 +73,14 @@ def merge_states(
     Returns (out, lse). Raises ValueError or TypeError that names the argument; nothing is written then.
     """
     _expect_tensors(o=o, lse_parts=lse_parts)
+    if torch.compiler.is_compiling():
+        return _deliver(torch.ops.fi_backend.merge_states(o, lse_parts), out, lse)
+    return _merge_states(o, lse_parts, out, lse)
+
+
+def _merge_states(
+    o: Tensor, lse_parts: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     if o.dim() != 4:
         raise ValueError(f"o: expected [n, parts, heads, head_dim]; got shape {tuple(o.shape)}.")
     n, _, heads, dim = o.shape
@@ -72,3 +94,30 @@ def _expect_tensors(**arguments: object) -> None:
     for name, tensor in arguments.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a torch tensor; got {type(tensor).__name__}.")
+
+
+def _deliver(result: tuple[Tensor, Tensor], out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    # The operators are functional, so that a compiler may place results where it likes.
+    o, o_lse = result
+    return (
+        o if out is None else out.copy_(o),
+        o_lse if lse is None else lse.copy_(o_lse),
+    )
+
+
+ops.define(
+    "merge_state(Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b, Tensor? mask) -> (Tensor, Tensor)",
+    _merge_state,
+    lambda o_a, lse_a, *_: (
+        torch.empty_like(o_a, memory_format=torch.contiguous_format),
+        torch.empty_like(lse_a, memory_format=torch.contiguous_format),
+    ),
+)
+ops.define(
+    "merge_states(Tensor o, Tensor lse_parts) -> (Tensor, Tensor)",
+    _merge_states,
+    lambda o, lse_parts: (
+        o.new_empty(o.shape[0], *o.shape[2:]),
+        lse_parts.new_empty(lse_parts.shape[0], lse_parts.shape[2]),
+    ),
+)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,11 +115,17 @@ class Plan:
         begin = self._section(self.layout.queue_begin, np.dtype("<i4"), header["num_queues"] + 1)
         entries = self._section(self.layout.queue_entries, np.dtype("<i4"), int(begin[-1]))
         pairs = np.stack(np.divmod(entries, header["num_kv_heads"]), axis=1)
-        return [pairs[a:b] for a, b in zip(begin[:-1], begin[1:], strict=True)]
+        return [pairs[a:b] for a, b in pairwise(begin)]
 
     def tobytes(self) -> bytes:
         """The bytes of all sections in use; equal lengths give equal bytes."""
-        arrays: list[npt.NDArray[Any]] = [self.items, self.units, self.parts, self.kv_len_bounds, *self.queues]
+        arrays: list[npt.NDArray[Any]] = [
+            self.items,
+            self.units,
+            self.parts,
+            self.kv_len_bounds,
+            *self.queues,
+        ]
         return self.buffer[: HEADER.itemsize].tobytes() + b"".join(a.tobytes() for a in arrays)
 
     def _section(self, offset: int, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:

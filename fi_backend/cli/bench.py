@@ -75,3 +75,69 @@ def _progress() -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=error_console(), transient=True) as progress:
         yield progress
+
+
+@bench.command()
+def kernels(
+    device: Annotated[str, typer.Option(help="Where to run; this version has kernels for cpu.")] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of all implementations (default: torch's).")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds, at least 3.")] = 5,
+    workload: Annotated[str, typer.Option(help="Measure only workloads whose name contains this.")] = "",
+    json_file: _Json = None,
+) -> None:
+    """Time attention of one layer beside other implementations, checked against float64 in the same run."""
+    if device != "cpu":
+        raise InputError(
+            f"--device: expected cpu, the only device with kernels in this version; got {device!r}"
+        )
+    for option, value, low in (("--rounds", rounds, 3), ("--threads", 1 if threads is None else threads, 1)):
+        if value < low:
+            raise InputError(f"{option}: expected >= {low}; got {value}")
+    import torch
+
+    from fi_backend.benchmarks.ceilings import cpu_ceilings
+    from fi_backend.benchmarks.cpu_kernels import time_kernels
+    from fi_backend.benchmarks.record import provenance
+    from fi_backend.benchmarks.workloads import CPU_SPEC, CPU_WORKLOADS
+    from fi_backend.cli.bench_view import print_kernels
+    from fi_backend.cli.probes.host import cpu_name
+    from fi_backend.hooks import plugins
+
+    chosen = [each for each in CPU_WORKLOADS if workload in each.name]
+    if not chosen:
+        names = ", ".join(each.name for each in CPU_WORKLOADS)
+        raise InputError(f"--workload: expected a part of one of {names}; got {workload!r}")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with error_console().status("looking for peers"):
+        found = [(peer, peer.unavailable()) for peer in plugins().peers(device)]
+    peers = [peer for peer, reason in found if reason is None]
+    with _progress() as progress:
+        task = progress.add_task("ceilings", total=rounds * len(chosen))
+        ceilings = cpu_ceilings(CPU_SPEC.dtype)
+        rows = []
+        for each in chosen:
+            progress.update(task, description=each.name)
+            rows.append(
+                time_kernels(
+                    each, CPU_SPEC, peers, ceilings, rounds=rounds, progress=lambda: progress.advance(task)
+                )
+            )
+    print_kernels(rows, [peer.name for peer in peers], ceilings, torch.get_num_threads())
+    for peer, reason in found:
+        if reason is not None:
+            console().print(f"[yellow]{peer.name} was not measured: {reason}[/yellow]", soft_wrap=True)
+    if json_file is not None:
+        record = provenance(cpu_name())
+        document = {
+            "date": record["date"],
+            "host": record["where"],
+            "versions": record["versions"],
+            "command": record["command"],
+            "threads": torch.get_num_threads(),
+            "ceilings": ceilings,
+            "rows": [asdict(row) for row in rows],
+        }
+        write_json(json_file, document)

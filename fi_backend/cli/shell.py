@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from fi_backend import env
 from fi_backend.errors import BuildError, PlanError, UnsupportedError
 
 USER_MISTAKE = 2
@@ -69,7 +70,11 @@ def _fail(message: str, code: int) -> NoReturn:
 
 def console() -> Console:
     """Return a console on the standard output of now (tests and pipes replace it)."""
-    return Console(highlight=False)
+    made = Console(highlight=False)
+    # A pipe has no width; rich would take 80 columns and cut the tables.
+    if not made.is_terminal and "COLUMNS" not in env.child_environment():
+        made.width = 120
+    return made
 
 
 def error_console() -> Console:

@@ -54,7 +54,8 @@ class Plugins:
             self._manager.register(plugin, name)
             self._manager.check_pending()
         except pluggy.PluginValidationError as error:
-            self._manager.unregister(plugin)
+            if self._manager.get_name(plugin) is not None:
+                self._manager.unregister(plugin)
             hooks = ", ".join(hook for hook in vars(Hooks) if hook.startswith("fi_backend_"))
             raise TypeError(f"plug-in {name!r}: {_one_line(error)}; the hooks are {hooks}") from error
 

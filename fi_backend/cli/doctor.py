@@ -83,22 +83,19 @@ def _runtime_problems(runtime: Runtime) -> list[str]:
 def _build_problems(tools: list[Tool], cache: ModuleCache, runtime: Runtime) -> list[str]:
     if cache.problem:
         return [cache.problem]
-    complete = bool(runtime.ready) and not runtime.missing
+    # Even a complete cache needs the compiler: its version is part of the modules' keys.
+    needed = [tool for tool in tools if tool.needed and not (cache.jit_disabled and tool.name == "ninja")]
+    problems = [f"{tool.name} is missing; {tool.advice}" for tool in needed if tool.version is None]
+    if problems or not runtime.missing:
+        return problems
+    lacking = ", ".join(runtime.missing)
     if cache.jit_disabled:
-        # Without compiling, compilers do not matter and the cache has to be complete.
-        if complete or runtime.torch is None:
-            return []
-        lacking = ", ".join(runtime.missing)
         remedy = f"run `fi-backend build` with the same {env.CACHE_DIR.name}"
         return [f"{env.DISABLE_JIT.name}=1, and the cache lacks {lacking}; {remedy}"]
-    problems = [
-        f"{tool.name} is missing; {tool.advice}" for tool in tools if tool.needed and tool.version is None
-    ]
-    if not cache.writable and not complete:
-        problems.append(
-            f"the module cache {cache.path} cannot be written; set {env.CACHE_DIR.name} elsewhere"
-        )
-    return problems
+    if not cache.writable:
+        remedy = f"set {env.CACHE_DIR.name} to a folder that can"
+        return [f"{cache.path} cannot be written and lacks {lacking}; {remedy}"]
+    return []
 
 
 def _engine_problems(engines: list[Engine]) -> list[str]:

@@ -168,14 +168,18 @@ def _matrix(step: Step, plan: Plan, rows: Sequence[Sequence[int]], order: Sequen
     for index, tile in enumerate(tiles):
         if tile.kv_end <= tile.kv_begin:
             continue
-        depth = np.arange(tile.kv_begin // size, -(-tile.kv_end // size))
-        page = np.searchsorted(ids, np.asarray(rows[tile.request])[depth])
         kv_len, q_len = int(step.kv_lens[tile.request]), int(step.q_lens[tile.request])
         first = kv_len - q_len + tile.q_begin // group
         last = kv_len - q_len + (tile.q_begin + tile.q_rows - 1) // group
+        # Chunks begin on coarse borders; what lies wholly before the window is never read.
+        visible_from = (
+            max(tile.kv_begin, first - step.window_left) if step.window_left >= 0 else tile.kv_begin
+        )
+        depth = np.arange(visible_from // size, -(-tile.kv_end // size))
         # A block is full when the first row sees its last token and the last row's window its first.
         seen_to = min(kv_len, first + 1) if step.causal else kv_len
         seen_from = last - step.window_left if step.window_left >= 0 else 0
+        page = np.searchsorted(ids, np.asarray(rows[tile.request])[depth])
         full = ((depth + 1) * size <= seen_to) & (depth * size >= seen_from)
         found_row.append(np.full(depth.size, index))
         found_column.append(rank[page])

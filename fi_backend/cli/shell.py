@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,8 +57,18 @@ class CommandGroup(TyperGroup):
             # classes differ, the two names do not.
             if not hasattr(error, "format_message") or not hasattr(error, "exit_code"):
                 raise
-            _fail(error.format_message(), error.exit_code)
+            _fail(error.format_message() + _got(error, args), error.exit_code)
         sys.exit(result if isinstance(result, int) else 0)
+
+
+def _got(error: Any, arguments: Sequence[str] | None) -> str:
+    """What was typed for the option that typer could not convert; its own message leaves it out."""
+    options = getattr(getattr(error, "param", None), "opts", ())
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    for option, value in pairwise(typed):
+        if option in options:
+            return f"; got {value!r}"
+    return ""
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from fi_backend.core.counters import ProcessStats
 
 _HELP = {
-    "steps": "Batches whose metadata was built.",
-    "plans": "Plans made.",
-    "expected_calls": "Attention layers summed over the steps.",
+    "steps": "Batches that were planned.",
+    "plans": "Plans made for them, one for each kind of layer.",
     "attention_calls": "Attention calls that ran on this back end.",
     "tokens": "Query tokens of those calls.",
     "appended_tokens": "Tokens written to KV caches.",
@@ -77,9 +76,9 @@ def _print_table(found: list[ProcessStats], summed: ProcessStats) -> None:
         console().print("no process has written counters there")
         return
     console().print(table)
-    if summed.attention_calls != summed.expected_calls:
+    if summed.steps and not summed.attention_calls:
         console().print(
-            f"[yellow]{summed.attention_calls} attention calls ran, {summed.expected_calls} were expected: "
-            "some layers ran on another back end, or a step was in flight[/yellow]",
+            f"[yellow]{summed.steps} steps were planned and no attention call ran: "
+            "another back end served the layers[/yellow]",
             soft_wrap=True,
         )

@@ -48,6 +48,8 @@ class Step:
     def __post_init__(self) -> None:
         object.__setattr__(self, "qo_indptr", _vector("qo_indptr", self.qo_indptr))
         object.__setattr__(self, "kv_lens", _vector("kv_lens", self.kv_lens))
+        if isinstance(self.page_size, bool) or not isinstance(self.page_size, int):
+            raise TypeError(f"page_size: expected an int; got {self.page_size!r}.")
         if self.page_size < 1:
             raise ValueError(f"page_size: expected >= 1; got {self.page_size}.")
         requests = self.kv_lens.size
@@ -153,12 +155,13 @@ def load_step(path: Path | str) -> Step:
 
 
 def _vector(name: str, values: Any) -> _Ints:
+    wrong = TypeError(f"{name}: expected a vector of integers; got {values!r}.")
     try:
         array = np.asarray(values)
-    except ValueError:
-        array = np.asarray([], dtype=object)
+    except ValueError:  # lists of different lengths
+        raise wrong from None
     if array.ndim != 1 or not (np.issubdtype(array.dtype, np.integer) or array.size == 0):
-        raise TypeError(f"{name}: expected a vector of integers; got {values!r}.")
+        raise wrong
     if array.size and int(np.abs(array.astype(np.int64)).max()) >= 2**31:
         raise ValueError(f"{name}: expected 32-bit integers; got {array.tolist()}.")
     return array.astype(np.int32)

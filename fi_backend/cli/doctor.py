@@ -102,7 +102,9 @@ def _engine_problems(engines: list[Engine]) -> list[str]:
     problems = []
     for engine in engines:
         if engine.plugin in ("failed", "not registered", "excluded"):
-            problems.append(f"{engine.name}: the plug-in is {engine.plugin}: {engine.detail}")
+            # A complaint may list every name that it misses; the table shows more of them.
+            shown = " ".join(line.strip() for line in (engine.detail or "").splitlines()[:2])
+            problems.append(f"{engine.name}: the plug-in is {engine.plugin}: {shown}")
         if engine.in_range is False and engine.plugin != "no adapter":
             problems.append(
                 f"{engine.name} {engine.version} is outside the supported range {engine.supported}"

@@ -12,6 +12,7 @@ from fi_backend.cli.doctor import Report
 from fi_backend.cli.probes.engines import Engine
 from fi_backend.cli.shell import console
 
+_DETAIL_LINES = 6
 _GOOD, _BAD, _NEUTRAL = "[green]✓[/green]", "[red]✗[/red]", "[dim]–[/dim]"
 
 
@@ -91,7 +92,10 @@ def _engine(engine: Engine) -> list[_Row]:
         (mark, engine.name, f"{engine.version} as {engine.distribution} in {engine.location} ({supported})")
     ]
     mark = {"loaded": _GOOD, "no adapter": _NEUTRAL}.get(engine.plugin, _BAD)
-    return [*rows, (mark, f"{engine.name} plug-in", f"{engine.plugin}: {engine.detail}")]
+    lines = (engine.detail or "").splitlines()
+    more = [f"  … {len(lines) - _DETAIL_LINES} more"] if len(lines) > _DETAIL_LINES else []
+    detail = "\n".join(lines[:_DETAIL_LINES] + more)
+    return [*rows, (mark, f"{engine.name} plug-in", f"{engine.plugin}: {detail}")]
 
 
 def _variables(report: Report) -> list[_Row]:

@@ -110,7 +110,7 @@ def _draw_matrix(axis: Any, explanation: Explanation) -> None:
         axis.tick_params(axis="x", length=0)
         axis.set_xlabel("page id, in order of first use")
     else:
-        axis.set_xlabel("pages in use, in order of first use")
+        axis.set_xlabel("pages, in order of first use")
     kinds = [kind for kind in (FULL, PARTIAL, SHARED) if (matrix.kind == kind).any()]
     axis.legend(
         handles=[Patch(facecolor=KIND_COLOURS[kind], label=KIND_LABELS[kind]) for kind in kinds],

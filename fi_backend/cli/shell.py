@@ -50,6 +50,10 @@ class CommandGroup(TyperGroup):
             _fail(str(error), USER_MISTAKE)
         except BuildError as error:
             _fail(str(error), BROKEN_ENVIRONMENT)
+        except ImportError as error:
+            if (error.name or "").startswith("fi_backend"):
+                raise
+            _fail(f"{type(error).__name__}: {error}; run `fi-backend doctor`", BROKEN_ENVIRONMENT)
         except typer.Abort:
             _fail("interrupted", 130)
         except Exception as error:

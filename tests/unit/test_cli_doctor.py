@@ -118,6 +118,14 @@ def test_what_is_missing_is_named_with_advice_and_exit_1(
     assert (document["usable"], len(document["problems"])) == (False, 1)
 
 
+def test_a_long_complaint_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [f"line {number}" for number in range(20)]
+    result = invoke(monkeypatch, engines=[replace(VLLM, plugin="failed", detail="\n".join(lines))])
+    assert "problem: vllm: the plug-in is failed: line 0 line 1\n" in result.stdout
+    assert "… 14 more" in result.stdout
+    assert "line 6" not in result.stdout
+
+
 def test_a_complete_cache_needs_neither_ninja_nor_write_access(monkeypatch: pytest.MonkeyPatch) -> None:
     sealed = replace(CACHE, writable=False, jit_disabled=True)
     assert invoke(monkeypatch, cache=sealed, tools=NINJA_MISSING).exit_code == 0

@@ -87,6 +87,16 @@ def test_a_build_error_is_exit_1_and_keeps_its_log(monkeypatch: pytest.MonkeyPat
     ]
 
 
+def test_a_missing_library_points_to_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "fi_backend.cli.explain_model", raising=False)
+    result = RUN.invoke(app, ["explain", "--kv-lens", "5"])
+    assert result.exit_code == 1
+    [line] = result.stderr.strip().splitlines()
+    assert "torch" in line
+    assert line.endswith("run `fi-backend doctor`")
+
+
 def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_specs: object) -> None:
         raise KeyError("a bug")

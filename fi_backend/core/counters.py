@@ -21,7 +21,7 @@ _HEADER: Final = struct.Struct("8sQ48s")  # magic, process id, engine name
 _SIZE: Final = 128
 _COUNTS_AT: Final = _HEADER.size
 
-STEPS, PLANS, EXPECTED_CALLS, CALLS, TOKENS, APPENDED, LAYERS = range(7)
+STEPS, PLANS, CALLS, TOKENS, APPENDED, LAYERS = range(6)
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class ProcessStats:
 
     pid, engine: the process and the serving engine it belongs to, as "name version".
     layers: attention layers that were built on this back end.
-    steps: batches whose metadata was built; plans: plans made for them (one a distinct layer kind).
-    expected_calls: layers summed over the steps; attention_calls: attention calls that really ran.
+    steps: batches that were planned; plans: plans made for them, one for each kind of layer.
+    attention_calls: attention calls that really ran: layers x steps unless a draft model takes part.
     tokens: query tokens of those calls; appended_tokens: tokens written to KV caches.
     """
 
@@ -39,7 +39,6 @@ class ProcessStats:
     engine: str
     steps: int
     plans: int
-    expected_calls: int
     attention_calls: int
     tokens: int
     appended_tokens: int
@@ -130,7 +129,6 @@ def _parse(data: bytes) -> ProcessStats:
         engine=engine.rstrip(b"\0").decode(errors="replace"),
         steps=counts[STEPS],
         plans=counts[PLANS],
-        expected_calls=counts[EXPECTED_CALLS],
         attention_calls=counts[CALLS],
         tokens=counts[TOKENS],
         appended_tokens=counts[APPENDED],

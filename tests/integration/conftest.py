@@ -71,7 +71,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         folder = tmp_path_factory.mktemp("engine")
         job, result, log = folder / "job.json", folder / "result.json", folder / "log.txt"
         job.write_text(json.dumps({"runs": runs}))
-        settings = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
+        settings = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
+            "OMP_NUM_THREADS": "2",  # vLLM would serve with one thread
+        }
         with log.open("wb") as output:
             status = subprocess.run(
                 [*command, str(ENGINE_RUN), str(job), str(result)],
@@ -107,7 +111,4 @@ def assert_served(result: Mapping[str, Any], layers: int) -> None:
     """Assert that the fi back end computed every attention of the run: calls = layers x steps."""
     stats = result["stats"]
     assert stats["layers"] == layers
-    assert stats["steps"] > 0
-    assert stats["attention_calls"] == stats["expected_calls"]
-    if stats["plans"] == stats["steps"]:  # one KV cache group
-        assert stats["attention_calls"] == layers * stats["steps"]
+    assert stats["attention_calls"] == layers * stats["steps"] > 0

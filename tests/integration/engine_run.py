@@ -123,13 +123,13 @@ def _ignore_last_page() -> None:
 
 
 def _drop_appends() -> None:
-    """Write no keys and values of single-token steps into the cache."""
+    """Write no keys and values of decoding steps into the cache."""
     from fi_backend.adapters.vllm import impl
 
     original = impl.append_kv
 
     def lossy(key: Any, value: Any, k_cache: Any, v_cache: Any, slots: Any, **scales: Any) -> None:
-        if slots.shape[0] > 1:
+        if slots.shape[0] > 8:
             original(key, value, k_cache, v_cache, slots, **scales)
 
     impl.append_kv = lossy

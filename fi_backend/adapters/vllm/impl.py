@@ -71,6 +71,7 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
         )
         reserve(self.spec, step_limits(config), config.device_config.device)
         self._quantised = self.spec.kv_dtype.startswith("float8")
+        self._cache_dtype = getattr(torch, self.spec.kv_dtype)
         self._cache: Tensor | None = None
         self._views: tuple[Tensor, Tensor] | None = None
         counters().name_engine(compat.engine())
@@ -134,8 +135,9 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
     def _split(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of the packed cache as views [blocks, block size, num_kv_heads, head size]."""
         if self._views is None or kv_cache is not self._cache:
-            tokens_first = kv_cache.transpose(1, 2)
             self._cache = kv_cache
+            # fp8 caches come as bytes.
+            tokens_first = kv_cache.view(self._cache_dtype).transpose(1, 2)
             self._views = tokens_first[..., : self.head_size], tokens_first[..., self.head_size :]
         return self._views
 

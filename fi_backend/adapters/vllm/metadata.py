@@ -10,7 +10,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from fi_backend.core.attention import BatchAttention
-from fi_backend.core.counters import EXPECTED_CALLS, PLANS, STEPS, counters
+from fi_backend.core.counters import PLANS, STEPS, counters
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.spec import AttentionSpec
 from fi_backend.errors import UnsupportedError
@@ -48,6 +48,8 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
             vllm_config, attention_chunk_size=getattr(kv_cache_spec, "attention_chunk_size", None)
         )
         self.block_size: int = kv_cache_spec.block_size
+        # A step is planned once for each KV cache group and counted once.
+        self._counts_steps = int(next(filter(_runs_here, layers.items()))[0] in layer_names)
         self.attention: dict[AttentionSpec, BatchAttention] = {}
         for name in layer_names:
             # Windows, caps and head counts may differ among the layers that share a cache.
@@ -79,7 +81,10 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
                 kv_lens_host=kv_lens_host,
             )
         count = counters()
-        count.add(STEPS)
+        count.add(STEPS, self._counts_steps)
         count.add(PLANS, len(self.attention))
-        count.add(EXPECTED_CALLS, len(self.layer_names))
         return FiMetadata(int(qo_indptr_host[-1]), self.attention, common.slot_mapping)
+
+
+def _runs_here(layer: tuple[str, Any]) -> bool:
+    return isinstance(getattr(getattr(layer[1], "impl", None), "spec", None), AttentionSpec)

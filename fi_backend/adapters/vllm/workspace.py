@@ -54,5 +54,12 @@ def _construct(
         max_tokens=limits.max_tokens,
         max_kv_len=limits.max_kv_len,
         device=device,
+        num_ctas=_workers(device),
         workspace=workspace,
     )
+
+
+@cache
+def _workers(device: torch.device) -> int | None:
+    """Workers to balance over; vLLM changes torch's thread count after loading, and sizes must not follow."""
+    return torch.get_num_threads() if device.type == "cpu" else None

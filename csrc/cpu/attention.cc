@@ -36,6 +36,7 @@ void run_attention(const AttentionParams& params, int num_threads) {
       for (int32_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tickets;)
         executor.run_ticket(t / heads, t % heads);
     }
+    executor.end();
   }
   params.counters[0] = 0;
 }

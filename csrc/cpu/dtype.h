@@ -29,13 +29,46 @@ namespace detail {
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 
+// The compiler's own conversions of whole registers go through two halves.
+inline UVec widen(Halves h) {
+#if defined(FI_AVX512)
+  return (UVec)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)h);
+#else
+  return __builtin_convertvector(h, UVec);
+#endif
+}
+
+inline UVec widen(Bytes b) {
+#if defined(FI_AVX512)
+  return (UVec)_mm512_maskz_cvtepu8_epi32(0xffff, (__m128i)b);
+#else
+  return __builtin_convertvector(b, UVec);
+#endif
+}
+
+inline Halves widen_to_halves(Bytes b) {
+#if defined(FI_AVX512)
+  return (Halves)_mm256_cvtepu8_epi16((__m128i)b);
+#else
+  return __builtin_convertvector(b, Halves);
+#endif
+}
+
+inline Halves narrow(UVec u) {
+#if defined(FI_AVX512)
+  return (Halves)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)u);
+#else
+  return __builtin_convertvector(u, Halves);
+#endif
+}
+
 inline Vec half_to_float(Halves h) {
 #if defined(FI_AVX512)
   return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)h);
 #elif defined(__F16C__) && defined(__AVX2__)
   return (Vec)_mm256_cvtph_ps((__m128i)h);
 #else
-  const UVec u = __builtin_convertvector(h, UVec);
+  const UVec u = widen(h);
   const UVec magnitude = u & 0x7fffu;
   // Reading the bits as a float leaves the exponent 112 too low, for subnormals as well.
   const Vec value = (Vec)(magnitude << 13) * 0x1p112f;
@@ -44,8 +77,6 @@ inline Vec half_to_float(Halves h) {
   return (Vec)(bits | ((u & 0x8000u) << 16));
 #endif
 }
-
-inline Halves truncate(UVec u) { return __builtin_convertvector(u, Halves); }
 
 // Rounds to nearest even to sign, exponent and `Mantissa` bits; what is beyond `largest` becomes `overflow`.
 template <int Mantissa, int Bias>
@@ -75,7 +106,7 @@ inline Vec load_as_float(const float* p) { return load(p); }
 inline Vec load_as_float(const dtype::bfloat16* p) {
   detail::Halves h;
   std::memcpy(&h, p, sizeof(h));
-  return (Vec)(__builtin_convertvector(h, UVec) << 16);
+  return (Vec)(detail::widen(h) << 16);
 }
 
 inline Vec load_as_float(const dtype::float16* p) {
@@ -88,16 +119,16 @@ inline Vec load_as_float(const dtype::float16* p) {
 inline Vec load_as_float(const dtype::float8_e5m2* p) {
   detail::Bytes b;
   std::memcpy(&b, p, sizeof(b));
-  return detail::half_to_float(__builtin_convertvector(b, detail::Halves) << 8);
+  return detail::half_to_float(detail::widen_to_halves(b) << 8);
 }
 
 // Seven bits moved to float16's fields are 2^8 too small, subnormals included; 0x7f is the one NaN.
 inline Vec load_as_float(const dtype::float8_e4m3fn* p) {
   detail::Bytes b;
   std::memcpy(&b, p, sizeof(b));
-  const detail::Halves u = __builtin_convertvector(b, detail::Halves);
+  const detail::Halves u = detail::widen_to_halves(b);
   const Vec value = detail::half_to_float(((u & 0x7f) << 7) | ((u & 0x80) << 8)) * 256.0f;
-  const UVec wide = __builtin_convertvector(b, UVec);
+  const UVec wide = detail::widen(b);
   return (wide & 0x7fu) == 0x7fu ? (Vec)(UVec{} + 0x7fc00000u) : value;
 }
 
@@ -105,7 +136,17 @@ inline Vec load_as_float(const dtype::float8_e4m3fn* p) {
 template <class T>
 inline Vec load_as_float(const T* p, int n) {
   alignas(64) T buffer[kLanes] = {};
+#if defined(FI_AVX512)
+  const __mmask16 first = __mmask16((1u << n) - 1);
+  if constexpr (sizeof(T) == 4)
+    _mm512_store_ps(buffer, _mm512_maskz_loadu_ps(first, p));
+  else if constexpr (sizeof(T) == 2)
+    _mm256_store_si256(reinterpret_cast<__m256i*>(buffer), _mm256_maskz_loadu_epi16(first, p));
+  else
+    _mm_store_si128(reinterpret_cast<__m128i*>(buffer), _mm_maskz_loadu_epi8(first, p));
+#else
   std::memcpy(static_cast<void*>(buffer), static_cast<const void*>(p), sizeof(T) * size_t(n));
+#endif
   return load_as_float(buffer);
 }
 
@@ -115,7 +156,7 @@ inline void store_float(dtype::bfloat16* p, Vec v) {
   const UVec u = (UVec)v;
   const UVec rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   const UVec quiet = (u >> 16) | 0x40u;
-  const detail::Halves h = detail::truncate(v == v ? rounded : quiet);
+  const detail::Halves h = detail::narrow(v == v ? rounded : quiet);
   std::memcpy(static_cast<void*>(p), &h, sizeof(h));
 }
 
@@ -127,7 +168,7 @@ inline void store_float(dtype::float16* p, Vec v) {
   const __m128i h = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
   std::memcpy(static_cast<void*>(p), &h, sizeof(h));
 #else
-  const detail::Halves h = detail::truncate(detail::encode<10, 15>(v, 65504.0f, 0x7c00u, 0x7e00u));
+  const detail::Halves h = detail::narrow(detail::encode<10, 15>(v, 65504.0f, 0x7c00u, 0x7e00u));
   std::memcpy(static_cast<void*>(p), &h, sizeof(h));
 #endif
 }

@@ -3,13 +3,12 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
-#include <memory>
-#include <new>
 
 #include "../core/params.h"
 #include "../core/variant.h"
-#include "microkernels.h"
+#include "amx_tile.h"
 #include "state.h"
+#include "vector_tile.h"
 
 namespace fi::cpu {
 
@@ -35,34 +34,13 @@ inline uint64_t bit_range(int begin, int end) {
   return below & ~((uint64_t(1) << begin) - 1);
 }
 
-// Memory of one thread, kept from launch to launch.
-class Arena {
- public:
-  float* floats(int64_t count) {
-    const int64_t at = used_;
-    used_ += align_up(count * int64_t(sizeof(float)), 64);
-    return base_ ? reinterpret_cast<float*>(base_.get() + at) : nullptr;
-  }
-  // Runs `layout` once to learn the size and once more to hand out the memory.
-  template <class F>
-  void build(F layout) {
-    base_.reset();
-    used_ = 0;
-    layout();
-    const int64_t bytes = used_;
-    base_.reset(static_cast<char*>(::operator new(size_t(bytes), std::align_val_t(64))));
-    std::memset(base_.get(), 0, size_t(bytes));
-    used_ = 0;
-    layout();
-  }
-
- private:
-  struct Free {
-    void operator()(char* p) const { ::operator delete(p, std::align_val_t(64)); }
-  };
-  std::unique_ptr<char, Free> base_;
-  int64_t used_ = 0;
-};
+#if defined(FI_AMX)
+template <class Q, class KV>
+inline constexpr bool kHasAmx = std::is_same_v<Q, dtype::bfloat16> && AmxTile<KV>::kExact;
+#else
+template <class Q, class KV>
+inline constexpr bool kHasAmx = false;
+#endif
 
 template <class Q, class KV, class Variant>
 class Executor {
@@ -71,19 +49,25 @@ class Executor {
   void begin(const AttentionParams& params) {
     p_ = &params;
     header_ = reinterpret_cast<const PlanHeader*>(params.plan + params.layout.header);
-    q_stride_ = pad_lanes(params.head_dim);
     o_stride_ = pad_lanes(params.head_dim_v);
-    if (q_stride_ <= q_capacity_ && o_stride_ <= o_capacity_) return;
-    q_capacity_ = std::max(q_capacity_, q_stride_);
-    o_capacity_ = std::max(o_capacity_, o_stride_);
-    arena_.build([this] {
-      q_ = arena_.floats(int64_t(kMaxQueryTile) * q_capacity_);
-      kt_ = arena_.floats(int64_t(kKeyTile) * q_capacity_);
-      v_ = arena_.floats(int64_t(kKeyTile) * o_capacity_);
-      s_ = arena_.floats(int64_t(kMaxQueryTile) * kKeyTile);
-      o_ = arena_.floats(int64_t(kMaxQueryTile) * o_capacity_);
-      fold_ = arena_.floats(int64_t(kMaxQueryTile) * o_capacity_);
-    });
+    if (params.head_dim > dim_capacity_ || params.head_dim_v > dim_v_capacity_) {
+      dim_capacity_ = std::max(dim_capacity_, params.head_dim);
+      dim_v_capacity_ = std::max(dim_v_capacity_, params.head_dim_v);
+      arena_.build([this] {
+        const int64_t outputs = int64_t(kMaxQueryTile) * pad_lanes(dim_v_capacity_);
+        o_ = arena_.take<float>(outputs);
+        fold_ = arena_.take<float>(outputs);
+        s_ = arena_.take<float>(int64_t(kMaxQueryTile) * kKeyTile);
+        with_engine([this](auto& engine) {
+          engine.take_memory(arena_, kMaxQueryTile, dim_capacity_, dim_v_capacity_);
+        });
+      });
+    }
+    with_engine([&](auto& engine) { engine.begin(params.head_dim, params.head_dim_v); });
+  }
+
+  void end() {
+    with_engine([](auto& engine) { engine.end(); });
   }
 
   void run_ticket(int32_t item_index, int32_t kv_head) {
@@ -111,6 +95,13 @@ class Executor {
   }
 
  private:
+  // Row pointers of the keys [begin, end) of a tile.
+  struct Tokens {
+    int begin, end;
+    const KV* k[kKeyTile];
+    const KV* v[kKeyTile];
+  };
+
   // Which rows exist, and which keys they may see: from the exact lengths, not from the plan's bounds.
   void locate(int32_t request, int32_t q_begin, int32_t q_rows) {
     const LevelParams& level = p_->level;
@@ -139,15 +130,28 @@ class Executor {
   int32_t token_of(int row) const { return (q_begin_ + row) / p_->group; }
   int32_t qo_head_of(int row) const { return kv_head_ * p_->group + (q_begin_ + row) % p_->group; }
 
+  // The engine that multiplies: the matrix unit where there is one, else vectors.
+  template <class F>
+  void with_engine(F f) {
+#if defined(FI_AMX)
+    if constexpr (kHasAmx<Q, KV>)
+      if (amx::available()) return f(amx_);
+#endif
+    f(vector_);
+  }
+
   void read_queries() {
     const auto* base = static_cast<const Q*>(p_->q);
-    for (int r = 0; r < rows_; ++r) {
-      const Q* row = base + (token0_ + token_of(r)) * p_->q_stride_token + qo_head_of(r) * p_->q_stride_head;
-      for (int d = 0; d < p_->head_dim; d += kLanes) {
-        const int n = p_->head_dim - d;
-        store(q_ + r * q_stride_ + d, n >= kLanes ? load_as_float(row + d) : load_as_float(row + d, n));
+    with_engine([&](auto& engine) {
+      constexpr int kBlock = std::remove_reference_t<decltype(engine)>::kRowBlock;
+      for (int r = 0; r < rows_; r += kBlock) {
+        const int n = std::min(kBlock, rows_ - r);
+        const Q* rows[kBlock];
+        for (int i = 0; i < n; ++i)
+          rows[i] = base + (token0_ + token_of(r + i)) * p_->q_stride_token + qo_head_of(r + i) * p_->q_stride_head;
+        engine.set_queries(r, n, rows);
       }
-    }
+    });
   }
 
   // Where the item starts: a first chunk reaches down to the window's true begin.
@@ -173,8 +177,17 @@ class Executor {
     std::fill_n(sum_, rows_, 0.0f);
     std::fill_n(o_, rows_ * o_stride_, 0.0f);
     const int32_t first = std::max(begin, keys_.begin), last = std::min(end, keys_.end);
-    for (int32_t t = begin + (first - begin) / kKeyTile * kKeyTile; t < last; t += kKeyTile)
-      attend_tile(t, std::max(first - t, 0), std::min(last - t, kKeyTile));
+    const int32_t start = begin + (first - begin) / kKeyTile * kKeyTile;
+    const auto tile_range = [&](int32_t t) { return KeyRange{std::max(first - t, 0), std::min(last - t, kKeyTile)}; };
+    if (start < last) locate_tokens(tokens_[0], start, tile_range(start));
+    with_engine([&](auto& engine) {
+      for (int32_t t = start, i = 0; t < last; t += kKeyTile, ++i) {
+        Tokens& next = tokens_[(i + 1) % 2];
+        next.begin = next.end = 0;
+        if (t + kKeyTile < last) locate_tokens(next, t + kKeyTile, tile_range(t + kKeyTile));
+        attend_tile(engine, t, tokens_[i % 2], next);
+      }
+    });
     for (int r = 0; r < rows_; ++r) {
       float* o = o_ + r * o_stride_;
       if (sum_[r] == 0.0f) {
@@ -188,61 +201,46 @@ class Executor {
     }
   }
 
-  // Keys [tile + begin, tile + end), those that some row may see.
-  void attend_tile(int32_t tile, int begin, int end) {
+  // The keys of one tile, those that some row may see; asks for the memory of the `next` one meanwhile.
+  template <class Engine>
+  void attend_tile(Engine& engine, int32_t tile, const Tokens& tokens, const Tokens& next) {
+    const int begin = tokens.begin, end = tokens.end;
     const uint64_t all = bit_range(begin, end);
-    bool uniform = true;
-    for (int r = 0; r < rows_; ++r) {
+    for (int r = 0; r < rows_; ++r)
       visible_[r] = bit_range(std::clamp(row_keys_[r].begin - tile, begin, end),
                               std::clamp(row_keys_[r].end - tile, begin, end));
-    }
     if (Variant::has_mask(*p_)) apply_mask(tile);
+    bool uniform = true;
     for (int r = 0; r < rows_; ++r) uniform = uniform && visible_[r] == all;
 
-    locate_tokens(tile, begin, end);
-    transpose_keys(k_rows_, begin, end, p_->head_dim, kt_);
-    const bool whole_vectors = p_->head_dim_v % kLanes == 0;
-    bool direct = whole_vectors && rows_ <= 2 * kRowBlock, finite = true;
-    if (!direct || !uniform) {
-      finite = convert_values(v_rows_, begin, end, p_->head_dim_v, v_, o_stride_);
-      for (int k = begin; k < end; ++k) v_floats_[k] = v_ + k * o_stride_;
-      direct = false;
-    }
-    const bool skip_masked = !uniform && !finite;
-    for (int r = 0; r < rows_; r += kRowBlock) {
-      const int n = std::min(kRowBlock, rows_ - r);
+    int k = next.begin, v = next.begin;
+    engine.set_keys(tokens.k, begin, end, [&] {
+      for (int i = 0; i < 4 && k < next.end; ++i, ++k) prefetch(next.k[k], p_->head_dim);
+    });
+    const bool finite = engine.set_values(tokens.v, rows_, !uniform, [&] {
+      if (v < next.end) prefetch(next.v[v++], p_->head_dim_v);
+    });
+    constexpr int kBlock = Engine::kRowBlock;
+    for (int r = 0; r < rows_; r += kBlock) {
+      const int n = std::min(kBlock, rows_ - r);
       uint64_t any = 0;
       for (int i = 0; i < n; ++i) any |= visible_[r + i];
       if (any == 0) continue;
-      with_rows(n, [&](auto count) {
-        constexpr int R = decltype(count)::value;
-        float* s = s_ + r * kKeyTile;
-        dot_keys<R>(q_ + r * q_stride_, q_stride_, kt_, begin, end, p_->head_dim, s);
-        for (int i = 0; i < R; ++i) soften(r + i, tile);
-        float* o = o_ + r * o_stride_;
-        if (skip_masked) {
-          for (int i = 0; i < R; ++i)
-            if (visible_[r + i])
-              weigh_visible(v_floats_, s + i * kKeyTile, alpha_[r + i], visible_[r + i], o_stride_, o + i * o_stride_);
-        } else if (direct) {
-          weigh_values<R>(v_rows_, s, alpha_ + r, begin, end, o_stride_, o, o_stride_);
-        } else {
-          weigh_values<R>(v_floats_, s, alpha_ + r, begin, end, o_stride_, o, o_stride_);
-        }
-      });
+      float* s = s_ + r * kKeyTile;
+      float* o = o_ + int64_t(r) * o_stride_;
+      engine.dot_keys(r, n, s);
+      for (int i = 0; i < n; ++i) soften(r + i, tile);
+      // Zero times NaN is NaN: where rows differ in what they see, a special value must not reach all of them.
+      if (uniform || finite)
+        engine.add_values(s, alpha_ + r, n, o, o_stride_);
+      else
+        engine.add_visible(s, alpha_ + r, visible_ + r, n, o, o_stride_);
     }
   }
 
-  template <class F>
-  static void with_rows(int n, F f) {
-    switch (n) {
-      case 1: return f(std::integral_constant<int, 1>{});
-      case 2: return f(std::integral_constant<int, 2>{});
-      case 3: return f(std::integral_constant<int, 3>{});
-      case 4: return f(std::integral_constant<int, 4>{});
-      case 5: return f(std::integral_constant<int, kRowBlock < 5 ? kRowBlock : 5>{});
-      default: return f(std::integral_constant<int, kRowBlock>{});
-    }
+  static void prefetch(const KV* p, int dim) {
+    const auto* line = reinterpret_cast<const char*>(p);
+    for (int64_t i = 0; i < dim * int64_t(sizeof(KV)); i += 64) __builtin_prefetch(line + i, 0, 2);
   }
 
   void apply_mask(int32_t tile) {
@@ -262,24 +260,26 @@ class Executor {
     }
   }
 
-  // Row pointers of the tile's keys; only pages of keys that may be seen are looked up.
-  void locate_tokens(int32_t tile, int begin, int end) {
+  // Where keys [range.begin, range.end) of a tile lie; only pages of keys that may be seen are looked up.
+  void locate_tokens(Tokens& tokens, int32_t tile, KeyRange range) const {
     const LevelParams& level = p_->level;
     const int64_t row = level.row_begin[request_];
-    int32_t page = (tile + begin) / level.page_size;
-    int32_t offset = (tile + begin) % level.page_size;
+    int32_t page = (tile + range.begin) / level.page_size;
+    int32_t offset = (tile + range.begin) % level.page_size;
     const auto* k_head = static_cast<const KV*>(p_->k) + kv_head_ * p_->k_stride_head;
     const auto* v_head = static_cast<const KV*>(p_->v) + kv_head_ * p_->v_stride_head;
-    for (int k = begin; k < end; ++page, offset = 0) {
+    tokens.begin = range.begin;
+    tokens.end = range.end;
+    for (int i = range.begin; i < range.end; ++page, offset = 0) {
       const int64_t id = level.indices
                              ? level.indices[row + int64_t(page) * level.index_step] / level.index_divisor
                              : row + page;
       const KV* key = k_head + id * p_->k_stride_page + offset * p_->k_stride_token;
       const KV* value = v_head + id * p_->v_stride_page + offset * p_->v_stride_token;
-      const int stop = k + std::min(end - k, level.page_size - offset);
-      for (; k < stop; ++k, key += p_->k_stride_token, value += p_->v_stride_token) {
-        k_rows_[k] = key;
-        v_rows_[k] = value;
+      const int stop = i + std::min(range.end - i, level.page_size - offset);
+      for (; i < stop; ++i, key += p_->k_stride_token, value += p_->v_stride_token) {
+        tokens.k[i] = key;
+        tokens.v[i] = value;
       }
     }
   }
@@ -382,9 +382,12 @@ class Executor {
   const PlanHeader* header_ = nullptr;
   const WorkItem* item_ = nullptr;
   Arena arena_;
-  int q_capacity_ = 0, o_capacity_ = 0;
-  int q_stride_ = 0, o_stride_ = 0;
-  float *q_ = nullptr, *kt_ = nullptr, *v_ = nullptr, *s_ = nullptr, *o_ = nullptr, *fold_ = nullptr;
+  int dim_capacity_ = 0, dim_v_capacity_ = 0, o_stride_ = 0;
+  float *s_ = nullptr, *o_ = nullptr, *fold_ = nullptr;
+  VectorTile<Q, KV> vector_;
+#if defined(FI_AMX)
+  AmxTile<KV> amx_;
+#endif
 
   int32_t request_ = 0, kv_head_ = 0, q_begin_ = 0, rows_ = 0, kv_len_ = 0, q_pos0_ = 0;
   int64_t token0_ = 0;
@@ -393,9 +396,7 @@ class Executor {
   uint64_t visible_[kMaxQueryTile];  // of the current tile
   float max_[kMaxQueryTile], sum_[kMaxQueryTile], alpha_[kMaxQueryTile];
   float lse_[kMaxQueryTile], fold_lse_[kMaxQueryTile];
-  const KV* k_rows_[kKeyTile];
-  const KV* v_rows_[kKeyTile];
-  const float* v_floats_[kKeyTile];
+  Tokens tokens_[2];  // of this tile and of the next one
 };
 
 }  // namespace fi::cpu

@@ -53,7 +53,13 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 }
 
 // A NaN operand may be dropped; the callers rely on exp() to bring it back.
-inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec max(Vec a, Vec b) {
+#if defined(FI_AVX512)
+  return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
 inline Vec bits_to_float(UVec u) { return (Vec)u; }
 inline UVec float_to_bits(Vec v) { return (UVec)v; }
@@ -130,26 +136,63 @@ inline float tanh(float x) { return tanh(splat(x))[0]; }
 
 namespace detail {
 
-template <int Half, int... I>
-inline Vec interleave(Vec a, Vec b, std::integer_sequence<int, I...>) {
-  return __builtin_shufflevector(a, b, (Half * kLanes / 2 + I / 2 + (I % 2) * kLanes)...);
+// Runs of `Run` elements of a and b by turns, from the lower or upper half of every 128-bit lane.
+template <int Run, int Half, int... I>
+inline Vec unpack(Vec a, Vec b, std::integer_sequence<int, I...>) {
+  constexpr auto source = [](int i) {
+    const int lane = i / 4 * 4, k = i % 4;
+    const int run = k / Run, within = k % Run;
+    return lane + Half * 2 + run / 2 * Run + within + (run % 2) * kLanes;
+  };
+  return __builtin_shufflevector(a, b, source(I)...);
+}
+
+// 128-bit lanes Odd, Odd + 2, ... of a, then of b.
+template <int Odd, int... I>
+inline Vec pick_lanes(Vec a, Vec b, std::integer_sequence<int, I...>) {
+  constexpr auto source = [](int i) {
+    const int lane = i / 4;
+    constexpr int kHalf = kLanes >= 8 ? kLanes / 8 : 1;
+    return (lane % kHalf * 2 + Odd) * 4 + i % 4 + lane / kHalf * kLanes;
+  };
+  return __builtin_shufflevector(a, b, source(I)...);
 }
 
 }  // namespace detail
 
-// rows[i][j] becomes rows[j][i]: log2(lanes) rounds of perfect shuffles.
+// rows[i][j] becomes rows[j][i]: 4 x 4 blocks inside the 128-bit lanes, then the lanes, which are the
+// shuffles that take one instruction each.
 inline void transpose(Vec (&rows)[kLanes]) {
   constexpr auto lanes = std::make_integer_sequence<int, kLanes>{};
+  Vec blocks[kLanes];  // blocks[4 g + k], lane l: column 4 l + k of rows 4 g .. 4 g + 3
 #pragma GCC unroll 4
-  for (int round = 1; round < kLanes; round *= 2) {
-    Vec next[kLanes];
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes / 2; ++i) {
-      next[2 * i] = detail::interleave<0>(rows[i], rows[i + kLanes / 2], lanes);
-      next[2 * i + 1] = detail::interleave<1>(rows[i], rows[i + kLanes / 2], lanes);
+  for (int g = 0; g < kLanes; g += 4) {
+    const Vec ab_low = detail::unpack<1, 0>(rows[g], rows[g + 1], lanes);
+    const Vec ab_high = detail::unpack<1, 1>(rows[g], rows[g + 1], lanes);
+    const Vec cd_low = detail::unpack<1, 0>(rows[g + 2], rows[g + 3], lanes);
+    const Vec cd_high = detail::unpack<1, 1>(rows[g + 2], rows[g + 3], lanes);
+    blocks[g] = detail::unpack<2, 0>(ab_low, cd_low, lanes);
+    blocks[g + 1] = detail::unpack<2, 1>(ab_low, cd_low, lanes);
+    blocks[g + 2] = detail::unpack<2, 0>(ab_high, cd_high, lanes);
+    blocks[g + 3] = detail::unpack<2, 1>(ab_high, cd_high, lanes);
+  }
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; ++k) {
+    if constexpr (kLanes == 16) {
+      const Vec even01 = detail::pick_lanes<0>(blocks[k], blocks[4 + k], lanes);
+      const Vec odd01 = detail::pick_lanes<1>(blocks[k], blocks[4 + k], lanes);
+      const Vec even23 = detail::pick_lanes<0>(blocks[8 + k], blocks[12 + k], lanes);
+      const Vec odd23 = detail::pick_lanes<1>(blocks[8 + k], blocks[12 + k], lanes);
+      rows[k] = detail::pick_lanes<0>(even01, even23, lanes);
+      rows[4 + k] = detail::pick_lanes<0>(odd01, odd23, lanes);
+      rows[8 + k] = detail::pick_lanes<1>(even01, even23, lanes);
+      rows[12 + k] = detail::pick_lanes<1>(odd01, odd23, lanes);
+    } else if constexpr (kLanes == 8) {
+      rows[k] = detail::pick_lanes<0>(blocks[k], blocks[4 + k], lanes);
+      rows[4 + k] = detail::pick_lanes<1>(blocks[k], blocks[4 + k], lanes);
+    } else {
+      rows[k] = blocks[k];
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) rows[i] = next[i];
   }
 }
 

@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+// The products of one KV tile on the bfloat16 matrix unit, 16 query rows at a time. Keys are the rows of the
+// first product (S^T = K Q^T), so that they are read where they lie; probabilities are rounded to bfloat16.
+#pragma once
+#include "amx.h"
+
+#if defined(FI_AMX)
+#include "arena.h"
+#include "microkernels.h"
+
+namespace fi::cpu {
+
+template <class KV>
+class AmxTile {
+ public:
+  static constexpr int kRowBlock = amx::kRows;
+  using Element = dtype::bfloat16;
+  // fp8 numbers are bfloat16 numbers too; wider formats are not.
+  static constexpr bool kInPlace = std::is_same_v<KV, Element>;
+  static constexpr bool kExact = kInPlace || sizeof(KV) == 1;
+
+  static int pad_dim(int dim) { return (dim + 31) / 32 * 32; }
+
+  void take_memory(Arena& arena, int max_rows, int dim, int dim_v) {
+    queries_ = arena.take<uint32_t>(int64_t(max_rows) * pad_dim(dim) / 2);
+    keys_ = arena.take<Element>(int64_t(kKeyTile) * pad_dim(dim));
+    values_ = arena.take<uint32_t>(int64_t(kKeyTile) / 2 * pad_dim(dim_v));
+    masked_values_ = arena.take<uint32_t>(int64_t(kKeyTile) / 2 * pad_dim(dim_v));
+    scores_ = arena.take<float>(amx::kRows * kRowBlock);
+    weights_ = arena.take<Element>(kKeyTile * kRowBlock);
+    spare_ = arena.take<float>(int64_t(kRowBlock) * pad_dim(dim_v));
+  }
+
+  void begin(int dim, int dim_v) {
+    dim_ = dim;
+    dim_v_ = dim_v;
+    v_stride_ = pad_dim(dim_v);
+    amx::configure();
+  }
+  void end() { amx::release(); }
+
+  // Rows [first, first + count), first being a multiple of 16. Layout: [block][32 dims][pair][row].
+  void set_queries(int first, int count, const Element* const* rows) {
+    for (int d = 0; d < dim_; d += 32) {
+      Vec pairs[kLanes] = {};
+      for (int r = 0; r < count; ++r) pairs[r] = (Vec)load_32(rows[r] + d, dim_ - d);
+      transpose(pairs);
+      uint32_t* to = query_tile(first, d);
+      for (int j = 0; j < kLanes; ++j) cpu::store(reinterpret_cast<float*>(to + j * kLanes), pairs[j]);
+    }
+  }
+
+  // Keys [begin, end) of the tile. Groups of 16 that are evenly spaced are used in place, others copied.
+  template <class F>
+  void set_keys(const KV* const* rows, int begin, int end, F ahead) {
+    begin_ = begin;
+    end_ = end;
+    const bool whole = kInPlace && dim_ % 32 == 0;
+    for (int g = 0; g < kGroups; ++g) {
+      for (int i = 0; i < 4; ++i) ahead();
+      const int k0 = g * kRowBlock, k1 = k0 + kRowBlock;
+      key_group_[g] = nullptr;
+      if (k1 <= begin || k0 >= end) continue;
+      if (whole && k0 >= begin && k1 <= end) {
+        const int64_t step = rows[k0 + 1] - rows[k0];
+        bool even = true;
+        for (int k = k0 + 1; k < k1; ++k) even = even && rows[k] - rows[k - 1] == step;
+        if (even) {
+          key_group_[g] = reinterpret_cast<const Element*>(rows[k0]);
+          key_step_[g] = step * int64_t(sizeof(Element));
+          continue;
+        }
+      }
+      for (int k = k0; k < k1; ++k) {
+        Element* to = keys_ + int64_t(k) * pad_dim(dim_);
+        const bool used = k >= begin && k < end;
+        for (int d = 0; d < dim_; d += 32)
+          _mm512_storeu_si512(to + d, used ? load_32(rows[k] + d, dim_ - d) : _mm512_setzero_si512());
+      }
+      key_group_[g] = keys_ + int64_t(k0) * pad_dim(dim_);
+      key_step_[g] = pad_dim(dim_) * int64_t(sizeof(Element));
+    }
+  }
+
+  // s[row][key] for the rows of a block. Keys outside the tile keep what s held, or get any number.
+  void dot_keys(int first, int, float* s) {
+    amx::zero<0>();
+    amx::zero<1>();
+    amx::zero<2>();
+    amx::zero<3>();
+    for (int d = 0; d < dim_; d += 32) {
+      amx::load<4>(query_tile(first, d), amx::kRowBytes);
+      step<0>(d);
+      step<1>(d);
+      step<2>(d);
+      step<3>(d);
+    }
+    finish<0>(s);
+    finish<1>(s);
+    finish<2>(s);
+    finish<3>(s);
+  }
+
+  // Values of the same keys, paired as the matrix unit wants them; keys outside the tile become zeros.
+  template <class F>
+  bool set_values(const KV* const* rows, int, bool, F ahead) {
+    const __m512i low = interleave_index(0), high = interleave_index(16);
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    __mmask32 special = 0;
+    for (int k = begin_ / 32 * 32; k < (end_ + 31) / 32 * 32; k += 2) {
+      uint32_t* to = values_ + int64_t(k / 2) * v_stride_;
+      const bool first = k >= begin_ && k < end_, second = k + 1 >= begin_ && k + 1 < end_;
+      for (int d = 0; d < dim_v_; d += 32) {
+        const __m512i a = first ? load_32(rows[k] + d, dim_v_ - d) : _mm512_setzero_si512();
+        const __m512i b = second ? load_32(rows[k + 1] + d, dim_v_ - d) : _mm512_setzero_si512();
+        special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(a, exponent), exponent) |
+                   _mm512_cmpeq_epi16_mask(_mm512_and_si512(b, exponent), exponent);
+        _mm512_store_si512(to + d, _mm512_permutex2var_epi16(a, low, b));
+        _mm512_store_si512(to + d + 16, _mm512_permutex2var_epi16(a, high, b));
+      }
+      ahead();
+      ahead();
+    }
+    return special == 0;
+  }
+
+  // o[row] = alpha[row] * o[row] + sum of s[row][key] * V[key]. `o` has 16 rows.
+  void add_values(const float* s, const float* alpha, int count, float* o, int o_stride) {
+    for (int r = 0; r < count; ++r) {
+      set_weights(r, s + r * kKeyTile);
+      rescale(o + int64_t(r) * o_stride, alpha[r]);
+    }
+    add_products(values_, o, o_stride);
+  }
+
+  // The same for single rows, each with the values of the keys that it sees alone.
+  void add_visible(const float* s, const float* alpha, const uint64_t* visible, int count, float* o, int o_stride) {
+    const int columns = pad_lanes(dim_v_);
+    for (int r = 0; r < count; ++r) {
+      if (!visible[r]) continue;
+      float* row = o + int64_t(r) * o_stride;
+      set_weights(r, s + r * kKeyTile);
+      rescale(row, alpha[r]);
+      mask_values(visible[r]);
+      for (int d = 0; d < columns; d += kLanes) cpu::store(spare_ + r * columns + d, cpu::load(row + d));
+      add_products(masked_values_, spare_, columns);
+      for (int d = 0; d < columns; d += kLanes) cpu::store(row + d, cpu::load(spare_ + r * columns + d));
+    }
+  }
+
+ private:
+  static constexpr int kGroups = kKeyTile / kRowBlock;
+
+  // The first n of 32 elements as bfloat16, zeros behind them.
+  static __m512i load_32(const Element* p, int n) {
+    return _mm512_maskz_loadu_epi16(n >= 32 ? ~__mmask32(0) : (__mmask32(1) << n) - 1, p);
+  }
+  template <class T>
+  static __m512i load_32(const T* p, int n) {
+    const Vec low = n >= kLanes ? load_as_float(p) : load_as_float(p, n);
+    const Vec high = n >= 2 * kLanes ? load_as_float(p + kLanes) : n > kLanes ? load_as_float(p + kLanes, n - kLanes) : Vec{};
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  }
+
+  static __m512i interleave_index(int first) {
+    alignas(64) uint16_t index[32];
+    for (int i = 0; i < 16; ++i) {
+      index[2 * i] = uint16_t(first + i);
+      index[2 * i + 1] = uint16_t(32 + first + i);
+    }
+    return _mm512_load_si512(index);
+  }
+
+  uint32_t* query_tile(int first_row, int d) const {
+    return queries_ + (int64_t(first_row / kRowBlock) * pad_dim(dim_) + d) / 2 * kRowBlock;
+  }
+
+  void set_weights(int row, const float* p) {
+    for (int k = 0; k < kKeyTile; k += 32) {
+      const __m512 low = (__m512)cpu::load(p + k), high = (__m512)cpu::load(p + k + 16);
+      _mm512_store_si512(weights_ + row * kKeyTile + k, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+  }
+
+  // The matrix unit flushes subnormal sums, even when all it adds is zero. Flushing them here as well keeps a
+  // tile without visible keys free of effect.
+  void rescale(float* o, float alpha) const {
+    if (alpha == 1.0f) return;
+    for (int d = 0; d < dim_v_; d += kLanes) {
+      const Vec x = cpu::load(o + d) * alpha;
+      const Vec magnitude = (Vec)((UVec)x & 0x7fffffffu);
+      cpu::store(o + d, magnitude < std::numeric_limits<float>::min() ? Vec{} : x);
+    }
+  }
+
+  void mask_values(uint64_t visible) {
+    for (int k = begin_ / 32 * 32; k < (end_ + 31) / 32 * 32; k += 2) {
+      const uint32_t keep = ((visible >> k) & 1 ? 0x0000ffffu : 0u) | ((visible >> (k + 1)) & 1 ? 0xffff0000u : 0u);
+      for (int d = 0; d < v_stride_; d += 16) {
+        const int64_t at = int64_t(k / 2) * v_stride_ + d;
+        _mm512_store_si512(masked_values_ + at,
+                           _mm512_and_si512(_mm512_load_si512(values_ + at), _mm512_set1_epi32(int(keep))));
+      }
+    }
+  }
+
+  template <int G>
+  void step(int d) {
+    if (!key_group_[G]) return;
+    amx::load<5 + G % 2>(key_group_[G] + d, key_step_[G]);
+    amx::multiply_add<G, 5 + G % 2, 4>();
+  }
+
+  template <int G>
+  void finish(float* s) {
+    if (!key_group_[G]) return;
+    amx::store<G>(scores_, amx::kRowBytes);
+    Vec rows[kLanes];
+    for (int i = 0; i < kLanes; ++i) rows[i] = cpu::load(scores_ + i * kLanes);
+    transpose(rows);
+    for (int i = 0; i < kLanes; ++i) cpu::store(s + i * kKeyTile + G * kRowBlock, rows[i]);
+  }
+
+  void add_products(const uint32_t* values, float* o, int o_stride) {
+    const int64_t o_bytes = int64_t(o_stride) * 4, v_bytes = int64_t(v_stride_) * 4;
+    const int columns = pad_lanes(dim_v_), first_step = begin_ / 32, last_step = (end_ + 31) / 32;
+    int d = 0;
+    for (; d + 64 <= columns; d += 64) {
+      amx::load<0>(o + d, o_bytes);
+      amx::load<1>(o + d + 16, o_bytes);
+      amx::load<2>(o + d + 32, o_bytes);
+      amx::load<3>(o + d + 48, o_bytes);
+      for (int s = first_step; s < last_step; ++s) {
+        const uint32_t* v = values + int64_t(s) * 16 * v_stride_ + d;
+        amx::load<4>(weights_ + s * 32, kKeyTile * int64_t(sizeof(Element)));
+        amx::load<5>(v, v_bytes);
+        amx::multiply_add<0, 4, 5>();
+        amx::load<6>(v + 16, v_bytes);
+        amx::multiply_add<1, 4, 6>();
+        amx::load<5>(v + 32, v_bytes);
+        amx::multiply_add<2, 4, 5>();
+        amx::load<6>(v + 48, v_bytes);
+        amx::multiply_add<3, 4, 6>();
+      }
+      amx::store<0>(o + d, o_bytes);
+      amx::store<1>(o + d + 16, o_bytes);
+      amx::store<2>(o + d + 32, o_bytes);
+      amx::store<3>(o + d + 48, o_bytes);
+    }
+    for (; d < columns; d += 16) {
+      amx::load<0>(o + d, o_bytes);
+      for (int s = first_step; s < last_step; ++s) {
+        amx::load<4>(weights_ + s * 32, kKeyTile * int64_t(sizeof(Element)));
+        amx::load<5>(values + int64_t(s) * 16 * v_stride_ + d, v_bytes);
+        amx::multiply_add<0, 4, 5>();
+      }
+      amx::store<0>(o + d, o_bytes);
+    }
+  }
+
+  int dim_ = 0, dim_v_ = 0, v_stride_ = 0, begin_ = 0, end_ = 0;
+  uint32_t *queries_ = nullptr, *values_ = nullptr, *masked_values_ = nullptr;
+  Element *keys_ = nullptr, *weights_ = nullptr;
+  float *scores_ = nullptr, *spare_ = nullptr;
+  const Element* key_group_[kGroups] = {};
+  int64_t key_step_[kGroups] = {};
+};
+
+}  // namespace fi::cpu
+#endif

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// The products of one KV tile in float arithmetic, for any element types.
+#pragma once
+#include <algorithm>
+
+#include "arena.h"
+#include "microkernels.h"
+
+namespace fi::cpu {
+
+// Used by the executor in this order: set_queries() once an item; for each KV tile set_keys(), set_values(),
+// then for each block of rows dot_keys() and one of add_values() and add_visible(). AmxTile has the same shape.
+template <class Q, class KV>
+class VectorTile {
+ public:
+  static constexpr int kRowBlock = kRowUnroll;
+
+  void take_memory(Arena& arena, int max_rows, int dim, int dim_v) {
+    queries_ = arena.take<float>(int64_t(max_rows) * pad_lanes(dim));
+    keys_ = arena.take<float>(int64_t(kKeyTile) * dim);
+    values_ = arena.take<float>(int64_t(kKeyTile) * pad_lanes(dim_v));
+  }
+
+  void begin(int dim, int dim_v) {
+    dim_ = dim;
+    dim_v_ = dim_v;
+  }
+  void end() {}
+
+  // Rows [first, first + count) of the item.
+  void set_queries(int first, int count, const Q* const* rows) {
+    for (int r = 0; r < count; ++r) {
+      float* to = queries_ + int64_t(first + r) * pad_lanes(dim_);
+      for (int d = 0; d < dim_; d += kLanes) store(to + d, load_part(rows[r] + d, dim_ - d));
+    }
+  }
+
+  // Keys [begin, end) of the tile.
+  template <class F>
+  void set_keys(const KV* const* rows, int begin, int end, F ahead) {
+    begin_ = begin;
+    end_ = end;
+    transpose_keys(rows, begin, end, dim_, keys_, ahead);
+  }
+
+  // Values of the same keys, for `num_rows` query rows. Says whether all are finite, if asked to `check`.
+  template <class F>
+  bool set_values(const KV* const* rows, int num_rows, bool check, F ahead) {
+    // A few rows convert values on the fly, more of them share the conversion.
+    direct_ = !check && num_rows <= 2 * kRowBlock && dim_v_ % kLanes == 0;
+    value_rows_ = rows;
+    if (direct_) {
+      for (int k = begin_; k < end_; ++k) ahead();
+      return true;
+    }
+    const int stride = pad_lanes(dim_v_);
+    for (int k = begin_; k < end_; ++k) float_rows_[k] = values_ + int64_t(k) * stride;
+    return convert_values(rows, begin_, end_, dim_v_, values_, stride, ahead);
+  }
+
+  // s[row][key] for the rows of a block. Keys outside the tile keep what s held, or get any number.
+  void dot_keys(int first, int count, float* s) const {
+    const int stride = pad_lanes(dim_);
+    with_rows(count, [&](auto n) {
+      cpu::dot_keys<n()>(queries_ + int64_t(first) * stride, stride, keys_, begin_, end_, dim_, s);
+    });
+  }
+
+  // o[row] = alpha[row] * o[row] + sum of s[row][key] * V[key].
+  void add_values(const float* s, const float* alpha, int count, float* o, int o_stride) const {
+    const auto nothing = [] {};
+    with_rows(count, [&](auto n) {
+      if (direct_)
+        weigh_values<n()>(value_rows_, s, alpha, begin_, end_, o_stride, o, o_stride, nothing);
+      else
+        weigh_values<n()>(float_rows_, s, alpha, begin_, end_, o_stride, o, o_stride, nothing);
+    });
+  }
+
+  // The same for single rows, without touching the values of keys that a row does not see.
+  void add_visible(const float* s, const float* alpha, const uint64_t* visible, int count, float* o, int o_stride) {
+    for (int r = 0; r < count; ++r)
+      if (visible[r])
+        weigh_visible(float_rows_, s + r * kKeyTile, alpha[r], visible[r], o_stride, o + int64_t(r) * o_stride);
+  }
+
+ private:
+  template <class F>
+  static void with_rows(int n, F f) {
+    switch (n) {
+      case 1: return f(std::integral_constant<int, 1>{});
+      case 2: return f(std::integral_constant<int, 2>{});
+      case 3: return f(std::integral_constant<int, 3>{});
+      case 4: return f(std::integral_constant<int, 4>{});
+      case 5: return f(std::integral_constant<int, std::min(5, kRowBlock)>{});
+      default: return f(std::integral_constant<int, kRowBlock>{});
+    }
+  }
+
+  int dim_ = 0, dim_v_ = 0, begin_ = 0, end_ = 0;
+  bool direct_ = false;
+  float *queries_ = nullptr, *keys_ = nullptr, *values_ = nullptr;
+  const KV* const* value_rows_ = nullptr;
+  const float* float_rows_[kKeyTile];
+};
+
+}  // namespace fi::cpu

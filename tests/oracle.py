@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle: attention by its definition, in float64, one request and one query head at a time.
+"""The oracle: attention by its definition, in float64, one request at a time.
 
 It is slow and obvious on purpose and shares no code with the implementation: lengths, masks and scales come
 as plain Python values, K and V as the tokens of each request in order.
@@ -63,23 +63,24 @@ def attention(
     group = num_qo_heads // num_kv_heads
     seen = visible(q_len, kv_len, causal, window_left, mask)
     distance = torch.arange(kv_len).view(1, -1) - (torch.arange(q_len).view(-1, 1) + kv_len - q_len)
-    k_scales = torch.as_tensor(k_scale, dtype=torch.float64).expand(num_kv_heads)
-    v_scales = torch.as_tensor(v_scale, dtype=torch.float64).expand(num_kv_heads)
-    o = torch.zeros(q_len, num_qo_heads, v.shape[2], dtype=torch.float64)
-    lse = torch.full((q_len, num_qo_heads), -math.inf, dtype=torch.float64)
-    for head in range(num_qo_heads):
-        keys = k[:, head // group].double() * k_scales[head // group]
-        values = v[:, head // group].double() * v_scales[head // group]
-        logits = (q[:, head].double() @ keys.T) * (dim**-0.5 if scale is None else scale)
-        if soft_cap > 0:
-            logits = soft_cap * torch.tanh(logits / soft_cap)
-        if slopes is not None:
-            logits = logits + slopes[head].double() * distance
-        logits = logits.masked_fill(~seen, -math.inf)
-        rows = seen.any(dim=1)
-        terms = logits[rows]
-        if sinks is not None:
-            terms = torch.cat([terms, sinks[head].double().expand(terms.shape[0], 1)], dim=1)
-        lse[rows, head] = torch.logsumexp(terms, dim=1)
-        o[rows, head] = torch.exp(logits[rows] - lse[rows, head, None]) @ values
-    return o, lse
+
+    def per_query_head(x: Tensor, factor: Tensor | float) -> Tensor:
+        scaled = x.double() * torch.as_tensor(factor, dtype=torch.float64).expand(num_kv_heads).view(1, -1, 1)
+        return scaled.repeat_interleave(group, dim=1).transpose(0, 1)
+
+    keys, values = per_query_head(k, k_scale), per_query_head(v, v_scale)  # [Hq, kv_len, D], [Hq, kv_len, Dv]
+    logits = q.double().transpose(0, 1) @ keys.transpose(1, 2) * (dim**-0.5 if scale is None else scale)
+    if soft_cap > 0:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    if slopes is not None:
+        logits = logits + slopes.double().view(-1, 1, 1) * distance
+    logits = logits.masked_fill(~seen, -math.inf)
+    terms = logits
+    if sinks is not None:
+        terms = torch.cat([logits, sinks.double().view(-1, 1, 1).expand(-1, q_len, 1)], dim=2)
+    rows = seen.any(dim=1)
+    lse = torch.full((num_qo_heads, q_len), -math.inf, dtype=torch.float64)
+    lse[:, rows] = torch.logsumexp(terms[:, rows], dim=2)
+    o = torch.zeros(num_qo_heads, q_len, v.shape[2], dtype=torch.float64)
+    o[:, rows] = torch.exp(logits[:, rows] - lse[:, rows, None]) @ values
+    return o.transpose(0, 1), lse.T

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A random batch as an engine would hold it, run through BatchAttention and compared with the oracle.
+
+Everything that a kernel must not read is poison: NaN in the tails of pages, in unused pages, in pages left of
+every window (whose ids are -1), in padding between strides and in rows beyond the batch; garbage ids behind
+the end of table rows; garbage bytes in the workspace. What it must not write is compared afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from numeric import assert_bitwise_equal, assert_close, assert_lse_close
+from oracle import attention
+from torch import Tensor
+
+from fi_backend.core.attention import BatchAttention
+from fi_backend.core.page_table import PageTable
+from fi_backend.core.planner import CostModel
+from fi_backend.core.spec import AttentionSpec
+
+SPLIT_COSTS = CostModel(
+    granule=16, min_chunk=16, alpha=1, beta=(1, 1, 1, 1, 1), part_cost=1, invariant_grid=64
+)
+POISON_BYTE = 0xFF  # NaN in every float format and in fp8 e4m3; a NaN of e5m2
+GUARD_BYTES = 256
+GARBAGE_IDS = (-1, -(2**31), 2**31 - 1, 123_456_789)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the engine lays out its memory; every field is independent of the others."""
+
+    table: str = "block"  # block | token | csr | ragged
+    k: str = "nhd"  # nhd | hnd | packed | strided | heads
+    v: str = "nhd"
+    q: str = "plain"  # plain | qkv
+    out: str = "plain"  # plain | heads
+    raw_fp8: bool = False
+    first_token: int = 0  # query tokens before the batch
+    extra_tokens: int = 0  # and behind it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One step of one layer."""
+
+    spec: AttentionSpec
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    layout: Layout = field(default_factory=Layout)
+    bound_slack: tuple[int, ...] = ()  # what the host's upper bounds add to the lengths
+    k_scale: float | tuple[float, ...] = 1.0
+    v_scale: float | tuple[float, ...] = 1.0
+    gain: float = 1.0
+    num_ctas: int = 2
+    planned_queues: bool = False
+    costs: CostModel | None = None
+    seed: int = 0
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Change torch's threads, which the kernels use too. One is quickest for the small tensors of a test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def scale_argument(value: float | tuple[float, ...]) -> Any:
+    return torch.tensor(value, dtype=torch.float32) if isinstance(value, tuple) else value
+
+
+class EngineState:
+    """The tensors of a batch: clean K and V for the oracle, poisoned memory for the kernel."""
+
+    def __init__(self, batch: Batch) -> None:
+        spec = batch.spec
+        self.batch = batch
+        self.random = torch.Generator().manual_seed(batch.seed)
+        dtype, kv_dtype = getattr(torch, spec.dtype), getattr(torch, spec.kv_dtype)
+        tokens = sum(batch.q_lens)
+        self.q = (self._normal(tokens, spec.num_qo_heads, spec.head_dim) * batch.gain).to(dtype)
+        self.k = [self._normal(n, spec.num_kv_heads, spec.head_dim).to(kv_dtype) for n in batch.kv_lens]
+        self.v = [self._values(n).to(kv_dtype) for n in batch.kv_lens]
+        self.slopes = torch.rand(spec.num_qo_heads, generator=self.random) * 0.1 if spec.alibi else None
+        self.sinks = self._normal(spec.num_qo_heads) * 2 if spec.sinks else None
+        self.masks = None
+        if spec.custom_mask:
+            self.masks = [
+                torch.rand(q, k, generator=self.random) < 0.7
+                for q, k in zip(batch.q_lens, batch.kv_lens, strict=True)
+            ]
+        self._place()
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.random)
+
+    def _values(self, count: int) -> Tensor:
+        """Some tokens, the first and the last among them, are so large that losing one shows in any dtype."""
+        values = self._normal(count, self.batch.spec.num_kv_heads, self.batch.spec.head_dim_v)
+        if count:
+            bright = torch.randint(count, (2 + count // 100,), generator=self.random)
+            values[torch.cat([bright, torch.tensor([0, count - 1])])] *= 16
+        return values
+
+    def _place(self) -> None:
+        spec, layout = self.batch.spec, self.batch.layout
+        lens = self.batch.kv_lens
+        if layout.table == "ragged":
+            self.pages: list[list[int]] = []
+            start = 3
+            for n in lens:
+                self.pages.append(list(range(start, start + n)))
+                start += n
+            page_size, num_pages = 1, start + 2
+        else:
+            page_size = spec.page_size
+            counts = [-(-n // page_size) for n in lens]
+            num_pages = sum(counts) + 3
+            ids = torch.randperm(num_pages, generator=self.random).tolist()
+            self.pages = [[ids.pop() for _ in range(count)] for count in counts]
+        self.k_cache = self._cache(layout.k, num_pages, page_size, spec.head_dim)
+        self.v_cache = self._cache(layout.v, num_pages, page_size, spec.head_dim_v)
+        if layout.k == layout.v == "packed":
+            both = self._cache("hnd", num_pages, page_size, spec.head_dim + spec.head_dim_v)
+            self.k_cache, self.v_cache = both[..., : spec.head_dim], both[..., spec.head_dim :]
+        for request, pages in enumerate(self.pages):
+            first = self._first_visible(request)
+            for position in range(first, lens[request]):
+                page, offset = pages[position // page_size], position % page_size
+                self.k_cache[page, offset] = self.k[request][position]
+                self.v_cache[page, offset] = self.v[request][position]
+            pages[: first // page_size] = [-1] * (first // page_size)
+        self.kv_lens = torch.tensor(lens, dtype=torch.int32)
+        self.table = self._table(page_size)
+        if layout.table == "ragged":
+            self.k_cache, self.v_cache = self.k_cache[:, 0], self.v_cache[:, 0]
+        if layout.raw_fp8 and spec.kv_dtype.startswith("float8"):
+            self.k_cache, self.v_cache = self.k_cache.view(torch.uint8), self.v_cache.view(torch.uint8)
+
+    def _first_visible(self, request: int) -> int:
+        """Keys below are left of every row's window."""
+        batch, window = self.batch, self.batch.spec.window_left
+        q_len, kv_len = batch.q_lens[request], batch.kv_lens[request]
+        if window < 0 or batch.layout.table == "ragged" or q_len == 0:
+            return 0
+        return min(kv_len, max(0, kv_len - q_len - window))
+
+    def _cache(self, kind: str, pages: int, page_size: int, dim: int) -> Tensor:
+        """Poisoned memory, seen as [pages, page_size, heads, dim]."""
+        heads = self.batch.spec.num_kv_heads
+        dtype = getattr(torch, self.batch.spec.kv_dtype)
+
+        def poison(*shape: int) -> Tensor:
+            size = torch.empty(0, dtype=dtype).element_size()
+            return (
+                torch.full((math.prod(shape) * size,), POISON_BYTE, dtype=torch.uint8).view(dtype).view(shape)
+            )
+
+        if kind == "hnd":
+            return poison(pages, heads, page_size, dim).transpose(1, 2)
+        if kind == "strided":  # the pages of several layers lie side by side
+            return poison(pages, 3, page_size, heads, dim)[:, 1]
+        if kind == "heads":
+            return poison(pages, page_size, heads + 1, dim + 8)[:, :, 1:, :dim]
+        return poison(pages, page_size, heads, dim)
+
+    def _table(self, page_size: int) -> PageTable:
+        kind, lens = self.batch.layout.table, self.batch.kv_lens
+        if kind == "ragged":
+            return PageTable.ragged(torch.tensor([3, *lens], dtype=torch.int64).cumsum(0))
+        if kind == "csr":
+            indptr = torch.tensor([0, *map(len, self.pages)]).cumsum(0).to(torch.int32)
+            flat = [page for pages in self.pages for page in pages]
+            return PageTable.from_csr(
+                indptr, torch.tensor(flat, dtype=torch.int32), page_size=page_size, kv_lens=self.kv_lens
+            )
+        width = max(map(len, self.pages), default=0) + 2
+        step = page_size if kind == "token" else 1
+        rows = len(lens) + 2
+        memory = torch.tensor(GARBAGE_IDS, dtype=torch.int32).repeat(rows * (width * step + 5))
+        memory = memory[: rows * (width * step + 5)].view(rows, width * step + 5)
+        order = (
+            torch.randperm(rows, generator=self.random)[: len(lens)] if kind == "token" else range(len(lens))
+        )
+        for row, pages in zip(order, self.pages, strict=True):
+            for position, page in enumerate(pages):
+                slots = torch.arange(step) + page * step if page >= 0 else torch.full((step,), -1)
+                memory[row, position * step : (position + 1) * step] = slots.to(torch.int32)
+        table = memory[:, : width * step]
+        if kind == "token":
+            return PageTable.from_token_table(table, order, self.kv_lens, page_size=page_size)
+        return PageTable.from_block_table(table[: len(lens)], self.kv_lens, page_size=page_size)
+
+    def expected(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(o, lse, amplitude) of the oracle, amplitude being sum(p * |v|)."""
+        spec, batch = self.batch.spec, self.batch
+        results = []
+        start = 0
+        for r, q_len in enumerate(batch.q_lens):
+            values = self.v[r].float()
+            o, lse = attention(
+                self.q[start : start + q_len],
+                self.k[r].float(),
+                torch.cat([values, values.abs()], dim=2),
+                scale=spec.scale,
+                causal=spec.causal,
+                window_left=spec.window_left,
+                soft_cap=spec.logits_soft_cap,
+                slopes=self.slopes,
+                sinks=self.sinks,
+                mask=None if self.masks is None else self.masks[r],
+                k_scale=scale_argument(batch.k_scale),
+                v_scale=scale_argument(batch.v_scale),
+            )
+            results.append((o[..., : spec.head_dim_v], lse, o[..., spec.head_dim_v :]))
+            start += q_len
+        if not results:
+            none = torch.zeros(0, spec.num_qo_heads, spec.head_dim_v, dtype=torch.float64)
+            return none, none[..., 0], none
+        o, lse, amplitude = (torch.cat(parts) for parts in zip(*results, strict=True))
+        return o, lse, amplitude
+
+    def queries(self) -> Tensor:
+        """q with the rows before and behind the batch poisoned, perhaps as a slice of packed QKV."""
+        spec, layout = self.batch.spec, self.batch.layout
+        rows = layout.first_token + self.q.shape[0] + layout.extra_tokens
+        heads = spec.num_qo_heads + (2 * spec.num_kv_heads if layout.q == "qkv" else 0)
+        memory = torch.full((rows, heads, spec.head_dim), math.nan, dtype=self.q.dtype)
+        q = memory[:, : spec.num_qo_heads]
+        q[layout.first_token : layout.first_token + self.q.shape[0]] = self.q
+        return q
+
+    def outputs(self) -> tuple[Tensor, Tensor]:
+        """Poisoned out and lse."""
+        spec, layout = self.batch.spec, self.batch.layout
+        rows = layout.first_token + self.q.shape[0] + layout.extra_tokens
+        pad = 1 if layout.out == "heads" else 0
+        out = torch.full((rows, spec.num_qo_heads + pad, spec.head_dim_v), math.nan, dtype=self.q.dtype)
+        lse = torch.full((rows, spec.num_qo_heads + pad), math.nan)
+        return out[:, pad:], lse[:, pad:]
+
+    def attention(self) -> BatchAttention:
+        """A planned BatchAttention over a workspace of garbage."""
+        batch = self.batch
+        slack = batch.bound_slack or (0,) * len(batch.kv_lens)
+        bounds = [n + s for n, s in zip(batch.kv_lens, slack, strict=True)]
+        limits = {
+            "max_requests": max(1, len(batch.q_lens)),
+            "max_tokens": max(1, sum(batch.q_lens)),
+            "max_kv_len": max([1, *bounds]),
+        }
+        options = {"num_ctas": batch.num_ctas, "planned_queues": batch.planned_queues, "costs": batch.costs}
+        size = BatchAttention(batch.spec, **limits, **options).workspace_size()
+        self.workspace = torch.full((size + GUARD_BYTES,), POISON_BYTE, dtype=torch.uint8)
+        attn = BatchAttention(batch.spec, **limits, **options, workspace=self.workspace[:size])
+        starts = torch.tensor([batch.layout.first_token, *batch.q_lens]).cumsum(0).to(torch.int32)
+        kwargs: dict[str, Any] = {"custom_mask": self.masks} if self.masks is not None else {}
+        if batch.bound_slack:
+            kwargs["kv_lens_host"] = torch.tensor(bounds, dtype=torch.int32)
+        attn.plan(starts, self.table, **kwargs)
+        return attn
+
+    def run(self, attn: BatchAttention, *, threads: int = 2) -> tuple[Tensor, Tensor]:
+        """out and lse of all rows, poison included."""
+        q, (out, lse) = self.queries(), self.outputs()
+        with torch_threads(threads):
+            result = attn.run(
+                q,
+                self.k_cache,
+                self.v_cache,
+                out=out,
+                lse=lse,
+                k_scale=scale_argument(self.batch.k_scale),
+                v_scale=scale_argument(self.batch.v_scale),
+                alibi_slopes=self.slopes,
+                sinks=self.sinks,
+            )
+        assert result is out
+        return out, lse
+
+    def inside(self, rows: Tensor) -> Tensor:
+        """The rows of the batch, without the padding rows."""
+        first = self.batch.layout.first_token
+        return rows[first : first + self.q.shape[0]]
+
+
+def logit_size(batch: Batch) -> float:
+    """Standard deviation of the logits, at least 1: float32 rounds large logits in proportion."""
+    k_scale = max(batch.k_scale) if isinstance(batch.k_scale, tuple) else batch.k_scale
+    return max(1.0, batch.gain * k_scale * batch.spec.scale * math.sqrt(batch.spec.head_dim))
+
+
+def check(batch: Batch) -> EngineState:
+    """Run `batch` with two numbers of threads and compare values, padding, workspace guard and bits."""
+    with torch_threads(1):
+        state = EngineState(batch)
+        attn = state.attention()
+        out, lse = state.run(attn, threads=2)
+        o, expected_lse, amplitude = state.expected()
+        slack = logit_size(batch)
+        assert_lse_close("lse", state.inside(lse), expected_lse, slack=slack)
+        assert_close("out", state.inside(out), o, amplitude=amplitude, slack=slack)
+        first, last = batch.layout.first_token, batch.layout.first_token + sum(batch.q_lens)
+        for name, rows in (("out", out), ("lse", lse)):
+            assert rows[:first].isnan().all(), f"{name}: rows before the batch were written"
+            assert rows[last:].isnan().all(), f"{name}: rows behind the batch were written"
+            if batch.layout.out == "heads":
+                assert rows._base[:, 0].isnan().all(), f"{name}: memory between the heads was written"
+        assert (state.workspace[-GUARD_BYTES:] == POISON_BYTE).all(), "written behind workspace_size()"
+        again, lse_again = state.run(attn, threads=3)
+        assert_bitwise_equal("out of a second run", again, out)
+        assert_bitwise_equal("lse of a second run", lse_again, lse)
+    return state

@@ -15,35 +15,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from engine_memory import POISON_BYTE, Layout, choose_pages, kv_caches, page_table, poison
 from numeric import assert_bitwise_equal, assert_close, assert_lse_close
 from oracle import attention
 from torch import Tensor
 
 from fi_backend.core.attention import BatchAttention
-from fi_backend.core.page_table import PageTable
 from fi_backend.core.planner import CostModel
 from fi_backend.core.spec import AttentionSpec
 
 SPLIT_COSTS = CostModel(
     granule=16, min_chunk=16, alpha=1, beta=(1, 1, 1, 1, 1), part_cost=1, invariant_grid=64
 )
-POISON_BYTE = 0xFF  # NaN in every float format and in fp8 e4m3; a NaN of e5m2
 GUARD_BYTES = 256
-GARBAGE_IDS = (-1, -(2**31), 2**31 - 1, 123_456_789)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How the engine lays out its memory; every field is independent of the others."""
-
-    table: str = "block"  # block | token | csr | ragged
-    k: str = "nhd"  # nhd | hnd | packed | strided | heads
-    v: str = "nhd"
-    q: str = "plain"  # plain | qkv
-    out: str = "plain"  # plain | heads
-    raw_fp8: bool = False
-    first_token: int = 0  # query tokens before the batch
-    extra_tokens: int = 0  # and behind it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,26 +97,12 @@ class EngineState:
         return values
 
     def _place(self) -> None:
-        spec, layout = self.batch.spec, self.batch.layout
-        lens = self.batch.kv_lens
-        if layout.table == "ragged":
-            self.pages: list[list[int]] = []
-            start = 3
-            for n in lens:
-                self.pages.append(list(range(start, start + n)))
-                start += n
-            page_size, num_pages = 1, start + 2
-        else:
-            page_size = spec.page_size
-            counts = [-(-n // page_size) for n in lens]
-            num_pages = sum(counts) + 3
-            ids = torch.randperm(num_pages, generator=self.random).tolist()
-            self.pages = [[ids.pop() for _ in range(count)] for count in counts]
-        self.k_cache = self._cache(layout.k, num_pages, page_size, spec.head_dim)
-        self.v_cache = self._cache(layout.v, num_pages, page_size, spec.head_dim_v)
-        if layout.k == layout.v == "packed":
-            both = self._cache("hnd", num_pages, page_size, spec.head_dim + spec.head_dim_v)
-            self.k_cache, self.v_cache = both[..., : spec.head_dim], both[..., spec.head_dim :]
+        spec, layout, lens = self.batch.spec, self.batch.layout, self.batch.kv_lens
+        page_size = 1 if layout.table == "ragged" else spec.page_size
+        self.pages, num_pages = choose_pages(layout, lens, page_size, self.random)
+        kv_dtype = getattr(torch, spec.kv_dtype)
+        sizes = (num_pages, page_size, spec.num_kv_heads, spec.head_dim, spec.head_dim_v)
+        self.k_cache, self.v_cache = kv_caches(layout, kv_dtype, *sizes)
         for request, pages in enumerate(self.pages):
             first = self._first_visible(request)
             for position in range(first, lens[request]):
@@ -141,7 +111,7 @@ class EngineState:
                 self.v_cache[page, offset] = self.v[request][position]
             pages[: first // page_size] = [-1] * (first // page_size)
         self.kv_lens = torch.tensor(lens, dtype=torch.int32)
-        self.table = self._table(page_size)
+        self.table = page_table(layout.table, self.pages, self.kv_lens, page_size, self.random)
         if layout.table == "ragged":
             self.k_cache, self.v_cache = self.k_cache[:, 0], self.v_cache[:, 0]
         if layout.raw_fp8 and spec.kv_dtype.startswith("float8"):
@@ -154,52 +124,6 @@ class EngineState:
         if window < 0 or batch.layout.table == "ragged" or q_len == 0:
             return 0
         return min(kv_len, max(0, kv_len - q_len - window))
-
-    def _cache(self, kind: str, pages: int, page_size: int, dim: int) -> Tensor:
-        """Poisoned memory, seen as [pages, page_size, heads, dim]."""
-        heads = self.batch.spec.num_kv_heads
-        dtype = getattr(torch, self.batch.spec.kv_dtype)
-
-        def poison(*shape: int) -> Tensor:
-            size = torch.empty(0, dtype=dtype).element_size()
-            return (
-                torch.full((math.prod(shape) * size,), POISON_BYTE, dtype=torch.uint8).view(dtype).view(shape)
-            )
-
-        if kind == "hnd":
-            return poison(pages, heads, page_size, dim).transpose(1, 2)
-        if kind == "strided":  # the pages of several layers lie side by side
-            return poison(pages, 3, page_size, heads, dim)[:, 1]
-        if kind == "heads":
-            return poison(pages, page_size, heads + 1, dim + 8)[:, :, 1:, :dim]
-        return poison(pages, page_size, heads, dim)
-
-    def _table(self, page_size: int) -> PageTable:
-        kind, lens = self.batch.layout.table, self.batch.kv_lens
-        if kind == "ragged":
-            return PageTable.ragged(torch.tensor([3, *lens], dtype=torch.int64).cumsum(0))
-        if kind == "csr":
-            indptr = torch.tensor([0, *map(len, self.pages)]).cumsum(0).to(torch.int32)
-            flat = [page for pages in self.pages for page in pages]
-            return PageTable.from_csr(
-                indptr, torch.tensor(flat, dtype=torch.int32), page_size=page_size, kv_lens=self.kv_lens
-            )
-        width = max(map(len, self.pages), default=0) + 2
-        step = page_size if kind == "token" else 1
-        rows = len(lens) + 2
-        memory = torch.tensor(GARBAGE_IDS, dtype=torch.int32).repeat(rows * (width * step + 5))
-        memory = memory[: rows * (width * step + 5)].view(rows, width * step + 5)
-        order = (
-            torch.randperm(rows, generator=self.random)[: len(lens)] if kind == "token" else range(len(lens))
-        )
-        for row, pages in zip(order, self.pages, strict=True):
-            for position, page in enumerate(pages):
-                slots = torch.arange(step) + page * step if page >= 0 else torch.full((step,), -1)
-                memory[row, position * step : (position + 1) * step] = slots.to(torch.int32)
-        table = memory[:, : width * step]
-        if kind == "token":
-            return PageTable.from_token_table(table, order, self.kv_lens, page_size=page_size)
-        return PageTable.from_block_table(table[: len(lens)], self.kv_lens, page_size=page_size)
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         """(o, lse, amplitude) of the oracle, amplitude being sum(p * |v|)."""
@@ -235,7 +159,7 @@ class EngineState:
         spec, layout = self.batch.spec, self.batch.layout
         rows = layout.first_token + self.q.shape[0] + layout.extra_tokens
         heads = spec.num_qo_heads + (2 * spec.num_kv_heads if layout.q == "qkv" else 0)
-        memory = torch.full((rows, heads, spec.head_dim), math.nan, dtype=self.q.dtype)
+        memory = poison(self.q.dtype, rows, heads, spec.head_dim)
         q = memory[:, : spec.num_qo_heads]
         q[layout.first_token : layout.first_token + self.q.shape[0]] = self.q
         return q
@@ -245,8 +169,9 @@ class EngineState:
         spec, layout = self.batch.spec, self.batch.layout
         rows = layout.first_token + self.q.shape[0] + layout.extra_tokens
         pad = 1 if layout.out == "heads" else 0
-        out = torch.full((rows, spec.num_qo_heads + pad, spec.head_dim_v), math.nan, dtype=self.q.dtype)
-        lse = torch.full((rows, spec.num_qo_heads + pad), math.nan)
+        out = poison(self.q.dtype, rows, spec.num_qo_heads + pad, spec.head_dim_v)
+        lse = poison(torch.float32, rows, spec.num_qo_heads + pad)
+        self.gaps = out[:, :pad], lse[:, :pad]
         return out[:, pad:], lse[:, pad:]
 
     def attention(self) -> BatchAttention:
@@ -314,8 +239,7 @@ def check(batch: Batch) -> EngineState:
         for name, rows in (("out", out), ("lse", lse)):
             assert rows[:first].isnan().all(), f"{name}: rows before the batch were written"
             assert rows[last:].isnan().all(), f"{name}: rows behind the batch were written"
-            if batch.layout.out == "heads":
-                assert rows._base[:, 0].isnan().all(), f"{name}: memory between the heads was written"
+        assert all(gap.isnan().all() for gap in state.gaps), "memory between the heads was written"
         assert (state.workspace[-GUARD_BYTES:] == POISON_BYTE).all(), "written behind workspace_size()"
         again, lse_again = state.run(attn, threads=3)
         assert_bitwise_equal("out of a second run", again, out)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from attention_batch import SPLIT_COSTS, Batch, Layout
+from attention_batch import SPLIT_COSTS, Batch
+from engine_memory import Layout
 from hypothesis import strategies as st
 
 from fi_backend.core.spec import AttentionSpec

@@ -40,7 +40,7 @@ DEBUG: Final = Variable(
 STATS_DIR: Final = Variable(
     "FI_BACKEND_STATS_DIR",
     "unset",
-    "Folder into which every process writes its count of attention calls as JSON.",
+    "Folder of the files in which every serving process counts its attention calls.",
 )
 VARIABLES: Final = (CACHE_DIR, DISABLE_JIT, DEBUG, STATS_DIR)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -102,7 +103,7 @@ class VllmServer:
                     if event:
                         yield json.loads(event)["choices"][0]["text"]
         except (urllib.error.URLError, TimeoutError) as error:
-            raise ServerError(f"the completion failed: {error}\n{self.log_tail()}") from error
+            raise ServerError(f"the completion failed: {error}{self._why()}") from error
 
     def stop(self) -> int:
         """Stop the server and every process it started; return its exit status."""
@@ -122,16 +123,19 @@ class VllmServer:
         started = time.monotonic()
         while (passed := time.monotonic() - started) < self._timeout:
             if (status := self._process.poll()) is not None:
-                raise ServerError(
-                    f"vllm serve ended with status {status} before it was ready\n{self.log_tail()}"
-                )
+                raise ServerError(f"vllm serve ended with status {status} before it was ready{self._why()}")
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2):
                     return
             except OSError:
                 self._progress(passed, self.log_tail(1))
                 time.sleep(0.5)
-        raise ServerError(f"vllm serve was not ready after {self._timeout:.0f} s\n{self.log_tail()}")
+        raise ServerError(f"vllm serve was not ready after {self._timeout:.0f} s{self._why()}")
+
+    def _why(self) -> str:
+        """The first error in the log, which the last lines seldom show, and the last lines."""
+        errors = re.findall(r"^(?!.* WARNING ).*\b\w+Error: .*$", self.log.read_text(errors="replace"), re.MULTILINE)
+        return f"\nfirst error: {errors[0] if errors else 'none'}\nend of the log:\n{self.log_tail()}"
 
 
 def _free_port() -> int:

@@ -75,6 +75,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
             "HF_HUB_OFFLINE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
             "OMP_NUM_THREADS": "2",  # vLLM would serve with one thread
+            "OMP_WAIT_POLICY": "passive",  # else each idle thread spins on a core that the other one needs
         }
         with log.open("wb") as output:
             status = subprocess.run(

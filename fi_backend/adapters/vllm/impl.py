@@ -44,7 +44,8 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
     ) -> None:
         """Describe the layer, and allocate and compile what it needs before vLLM profiles memory."""
         if attn_type != AttentionType.DECODER:
-            raise UnsupportedError(f"attn_type: fi runs decoder attention; got {attn_type}.")
+            kind = AttentionType(attn_type).value
+            raise UnsupportedError(f"attn_type: fi runs decoder attention; got {kind}.")
         refuse_unknown_options(options)
         config = get_current_vllm_config()
         self.num_heads = num_heads

@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 
+from fi_backend.core.append import append_kv
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.planner import Limits
 from fi_backend.core.spec import AttentionSpec
@@ -24,7 +25,7 @@ def reserve(spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
     Called while the model is built: before vLLM measures what is left for the KV cache, and before a
     request could wait for a compiler.
     """
-    size = _size(spec, limits, device)
+    size = _prepare(spec, limits, device)
     held = _pool.get(device)
     if held is None or held.numel() < size:
         memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device=device)
@@ -41,7 +42,10 @@ def batch_attention(spec: AttentionSpec, limits: Limits, device: torch.device) -
 
 
 @cache
-def _size(spec: AttentionSpec, limits: Limits, device: torch.device) -> int:
+def _prepare(spec: AttentionSpec, limits: Limits, device: torch.device) -> int:
+    """Load the kernels of `spec`; return the bytes of scratch memory that it needs."""
+    nothing = torch.empty(0, spec.num_kv_heads, spec.head_dim, device=device)
+    append_kv(nothing, nothing, nothing, nothing, torch.empty(0, dtype=torch.int64, device=device))
     return _construct(spec, limits, device, None).workspace_size()
 
 

@@ -52,12 +52,12 @@ class AmxTile {
 
   // Keys [begin, end) of the tile. Groups of 16 that are evenly spaced are used in place, others copied.
   template <class F>
-  void set_keys(const KV* const* rows, int begin, int end, F ahead) {
+  void set_keys(const KV* const* rows, int begin, int end, F&) {
     begin_ = begin;
     end_ = end;
+    key_rows_ = rows;
     const bool whole = kInPlace && dim_ % 32 == 0;
     for (int g = 0; g < kGroups; ++g) {
-      for (int i = 0; i < 4; ++i) ahead();
       const int k0 = g * kRowBlock, k1 = k0 + kRowBlock;
       key_group_[g] = nullptr;
       if (k1 <= begin || k0 >= end) continue;
@@ -83,7 +83,8 @@ class AmxTile {
   }
 
   // s[row][key] for the rows of a block. Keys outside the tile keep what s held, or get any number.
-  void dot_keys(int first, int, float* s) {
+  template <class F>
+  void dot_keys(int first, int count, float* s, F& ahead) {
     amx::zero<0>();
     amx::zero<1>();
     amx::zero<2>();
@@ -92,50 +93,61 @@ class AmxTile {
       amx::load<4>(query_tile(first, d), amx::kRowBytes);
       step<0>(d);
       step<1>(d);
+      ahead.step();
       step<2>(d);
       step<3>(d);
+      ahead.step();
     }
-    finish<0>(s);
-    finish<1>(s);
-    finish<2>(s);
-    finish<3>(s);
+    finish<0>(s, count);
+    finish<1>(s, count);
+    ahead.step();
+    finish<2>(s, count);
+    finish<3>(s, count);
+    ahead.step();
   }
 
-  // Values of the same keys, paired as the matrix unit wants them; keys outside the tile become zeros.
+  // Values of the same keys, paired as the matrix unit wants them; keys outside the tile become zeros. Pairing
+  // by the shuffles that cost one instruction leaves dimensions 8 i + 0..3 of 32 in the first half of a
+  // group of columns and 8 i + 4..7 in the second; finish_row() puts them right.
   template <class F>
-  bool set_values(const KV* const* rows, int, bool, F ahead) {
-    const __m512i low = interleave_index(0), high = interleave_index(16);
-    const __m512i exponent = _mm512_set1_epi16(0x7f80);
-    __mmask32 special = 0;
+  bool set_values(const KV* const* rows, int, bool check, F& ahead) {
+    const bool whole = kInPlace && dim_v_ % 32 == 0;
+    bool finite = true;
     for (int k = begin_ / 32 * 32; k < (end_ + 31) / 32 * 32; k += 2) {
       uint32_t* to = values_ + int64_t(k / 2) * v_stride_;
       const bool first = k >= begin_ && k < end_, second = k + 1 >= begin_ && k + 1 < end_;
-      for (int d = 0; d < dim_v_; d += 32) {
-        const __m512i a = first ? load_32(rows[k] + d, dim_v_ - d) : _mm512_setzero_si512();
-        const __m512i b = second ? load_32(rows[k + 1] + d, dim_v_ - d) : _mm512_setzero_si512();
-        special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(a, exponent), exponent) |
-                   _mm512_cmpeq_epi16_mask(_mm512_and_si512(b, exponent), exponent);
-        _mm512_store_si512(to + d, _mm512_permutex2var_epi16(a, low, b));
-        _mm512_store_si512(to + d + 16, _mm512_permutex2var_epi16(a, high, b));
+      if (whole && first && second) {
+        for (int d = 0; d < dim_v_; d += 32)
+          store_pairs(to + d, _mm512_loadu_si512(rows[k] + d), _mm512_loadu_si512(rows[k + 1] + d));
+      } else {
+        for (int d = 0; d < dim_v_; d += 32)
+          store_pairs(to + d, first ? load_32(rows[k] + d, dim_v_ - d) : _mm512_setzero_si512(),
+                      second ? load_32(rows[k + 1] + d, dim_v_ - d) : _mm512_setzero_si512());
       }
-      ahead();
-      ahead();
+      // The keys come from the second cache level in time for the first product.
+      near(k);
+      near(k + 1);
+      if (check) finite = finite && all_finite(to);
+      ahead.step();
     }
-    return special == 0;
+    return finite;
   }
 
   // o[row] = alpha[row] * o[row] + sum of s[row][key] * V[key]. `o` has 16 rows.
-  void add_values(const float* s, const float* alpha, int count, float* o, int o_stride) {
+  template <class F>
+  void add_values(const float* s, const float* alpha, int count, float* o, int o_stride, F& ahead) {
     for (int r = 0; r < count; ++r) {
       set_weights(r, s + r * kKeyTile);
       rescale(o + int64_t(r) * o_stride, alpha[r]);
     }
-    add_products(values_, o, o_stride);
+    add_products(values_, o, o_stride, ahead);
   }
 
   // The same for single rows, each with the values of the keys that it sees alone.
-  void add_visible(const float* s, const float* alpha, const uint64_t* visible, int count, float* o, int o_stride) {
-    const int columns = pad_lanes(dim_v_);
+  template <class F>
+  void add_visible(const float* s, const float* alpha, const uint64_t* visible, int count, float* o, int o_stride,
+                   F& ahead) {
+    const int columns = pad_dim(dim_v_);
     for (int r = 0; r < count; ++r) {
       if (!visible[r]) continue;
       float* row = o + int64_t(r) * o_stride;
@@ -143,8 +155,19 @@ class AmxTile {
       rescale(row, alpha[r]);
       mask_values(visible[r]);
       for (int d = 0; d < columns; d += kLanes) cpu::store(spare_ + r * columns + d, cpu::load(row + d));
-      add_products(masked_values_, spare_, columns);
+      add_products(masked_values_, spare_, columns, ahead);
       for (int d = 0; d < columns; d += kLanes) cpu::store(row + d, cpu::load(spare_ + r * columns + d));
+    }
+  }
+
+  // Orders the columns of an output row, which hold whole groups of 32.
+  void finish_row(float* o) const {
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int d = 0; d < dim_v_; d += 32) {
+      const __m512 a = _mm512_loadu_ps(o + d), b = _mm512_loadu_ps(o + d + 16);
+      _mm512_storeu_ps(o + d, _mm512_permutex2var_ps(a, low, b));
+      _mm512_storeu_ps(o + d + 16, _mm512_permutex2var_ps(a, high, b));
     }
   }
 
@@ -162,13 +185,10 @@ class AmxTile {
     return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
   }
 
-  static __m512i interleave_index(int first) {
-    alignas(64) uint16_t index[32];
-    for (int i = 0; i < 16; ++i) {
-      index[2 * i] = uint16_t(first + i);
-      index[2 * i + 1] = uint16_t(32 + first + i);
-    }
-    return _mm512_load_si512(index);
+  void near(int key) const {
+    if (!kInPlace || key < begin_ || key >= end_) return;
+    const auto* at = reinterpret_cast<const char*>(key_rows_[key]);
+    for (const char* stop = at + dim_ * int64_t(sizeof(KV)); at < stop; at += 64) __builtin_prefetch(at, 0, 3);
   }
 
   uint32_t* query_tile(int first_row, int d) const {
@@ -186,7 +206,7 @@ class AmxTile {
   // tile without visible keys free of effect.
   void rescale(float* o, float alpha) const {
     if (alpha == 1.0f) return;
-    for (int d = 0; d < dim_v_; d += kLanes) {
+    for (int d = 0; d < v_stride_; d += kLanes) {
       const Vec x = cpu::load(o + d) * alpha;
       const Vec magnitude = (Vec)((UVec)x & 0x7fffffffu);
       cpu::store(o + d, magnitude < std::numeric_limits<float>::min() ? Vec{} : x);
@@ -212,18 +232,55 @@ class AmxTile {
   }
 
   template <int G>
-  void finish(float* s) {
+  void finish(float* s, int count) {
     if (!key_group_[G]) return;
     amx::store<G>(scores_, amx::kRowBytes);
+    float* to = s + G * kRowBlock;
+    if (count <= 4) return transpose_four_rows(to);
     Vec rows[kLanes];
     for (int i = 0; i < kLanes; ++i) rows[i] = cpu::load(scores_ + i * kLanes);
     transpose(rows);
-    for (int i = 0; i < kLanes; ++i) cpu::store(s + i * kKeyTile + G * kRowBlock, rows[i]);
+    for (int i = 0; i < kLanes; ++i) cpu::store(to + i * kKeyTile, rows[i]);
   }
 
-  void add_products(const uint32_t* values, float* o, int o_stride) {
+  // Decoding fills few of the 16 columns.
+  void transpose_four_rows(float* to) const {
+    __m512 part[4];  // lane l of part[i]: the first four columns of key 4 l + i
+    for (int i = 0; i < 4; ++i) {
+      const float* key = scores_ + i * kLanes;
+      const __m256 low = _mm256_set_m128(_mm_load_ps(key + 4 * kLanes), _mm_load_ps(key));
+      const __m256 high = _mm256_set_m128(_mm_load_ps(key + 12 * kLanes), _mm_load_ps(key + 8 * kLanes));
+      part[i] = (__m512)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)low), (__m256i)high, 1);
+    }
+    constexpr auto lanes = std::make_integer_sequence<int, kLanes>{};
+    const Vec ab_low = detail::unpack<1, 0>((Vec)part[0], (Vec)part[1], lanes);
+    const Vec ab_high = detail::unpack<1, 1>((Vec)part[0], (Vec)part[1], lanes);
+    const Vec cd_low = detail::unpack<1, 0>((Vec)part[2], (Vec)part[3], lanes);
+    const Vec cd_high = detail::unpack<1, 1>((Vec)part[2], (Vec)part[3], lanes);
+    cpu::store(to, detail::unpack<2, 0>(ab_low, cd_low, lanes));
+    cpu::store(to + kKeyTile, detail::unpack<2, 1>(ab_low, cd_low, lanes));
+    cpu::store(to + 2 * kKeyTile, detail::unpack<2, 0>(ab_high, cd_high, lanes));
+    cpu::store(to + 3 * kKeyTile, detail::unpack<2, 1>(ab_high, cd_high, lanes));
+  }
+
+  static void store_pairs(uint32_t* to, __m512i a, __m512i b) {
+    _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
+    _mm512_store_si512(to + 16, _mm512_unpackhi_epi16(a, b));
+  }
+
+  // Of one pair of values.
+  bool all_finite(const uint32_t* pairs) const {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    __mmask32 special = 0;
+    for (int d = 0; d < v_stride_; d += 16)
+      special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_load_si512(pairs + d), exponent), exponent);
+    return special == 0;
+  }
+
+  template <class F>
+  void add_products(const uint32_t* values, float* o, int o_stride, F& ahead) {
     const int64_t o_bytes = int64_t(o_stride) * 4, v_bytes = int64_t(v_stride_) * 4;
-    const int columns = pad_lanes(dim_v_), first_step = begin_ / 32, last_step = (end_ + 31) / 32;
+    const int columns = pad_dim(dim_v_), first_step = begin_ / 32, last_step = (end_ + 31) / 32;
     int d = 0;
     for (; d + 64 <= columns; d += 64) {
       amx::load<0>(o + d, o_bytes);
@@ -237,10 +294,12 @@ class AmxTile {
         amx::multiply_add<0, 4, 5>();
         amx::load<6>(v + 16, v_bytes);
         amx::multiply_add<1, 4, 6>();
+        ahead.step();
         amx::load<5>(v + 32, v_bytes);
         amx::multiply_add<2, 4, 5>();
         amx::load<6>(v + 48, v_bytes);
         amx::multiply_add<3, 4, 6>();
+        ahead.step();
       }
       amx::store<0>(o + d, o_bytes);
       amx::store<1>(o + d + 16, o_bytes);
@@ -262,6 +321,7 @@ class AmxTile {
   uint32_t *queries_ = nullptr, *values_ = nullptr, *masked_values_ = nullptr;
   Element *keys_ = nullptr, *weights_ = nullptr;
   float *scores_ = nullptr, *spare_ = nullptr;
+  const KV* const* key_rows_ = nullptr;
   const Element* key_group_[kGroups] = {};
   int64_t key_step_[kGroups] = {};
 };

@@ -7,6 +7,7 @@
 #include "../core/params.h"
 #include "../core/variant.h"
 #include "amx_tile.h"
+#include "prefetch.h"
 #include "state.h"
 #include "vector_tile.h"
 
@@ -42,6 +43,9 @@ template <class Q, class KV>
 inline constexpr bool kHasAmx = false;
 #endif
 
+// Floats of an output row: whole groups of the engine's columns.
+inline constexpr int pad_columns(int dim) { return (dim + 31) / 32 * 32; }
+
 template <class Q, class KV, class Variant>
 class Executor {
  public:
@@ -49,12 +53,12 @@ class Executor {
   void begin(const AttentionParams& params) {
     p_ = &params;
     header_ = reinterpret_cast<const PlanHeader*>(params.plan + params.layout.header);
-    o_stride_ = pad_lanes(params.head_dim_v);
+    o_stride_ = pad_columns(params.head_dim_v);
     if (params.head_dim > dim_capacity_ || params.head_dim_v > dim_v_capacity_) {
       dim_capacity_ = std::max(dim_capacity_, params.head_dim);
       dim_v_capacity_ = std::max(dim_v_capacity_, params.head_dim_v);
       arena_.build([this] {
-        const int64_t outputs = int64_t(kMaxQueryTile) * pad_lanes(dim_v_capacity_);
+        const int64_t outputs = int64_t(kMaxQueryTile) * pad_columns(dim_v_capacity_);
         o_ = arena_.take<float>(outputs);
         fold_ = arena_.take<float>(outputs);
         s_ = arena_.take<float>(int64_t(kMaxQueryTile) * kKeyTile);
@@ -95,13 +99,6 @@ class Executor {
   }
 
  private:
-  // Row pointers of the keys [begin, end) of a tile.
-  struct Tokens {
-    int begin, end;
-    const KV* k[kKeyTile];
-    const KV* v[kKeyTile];
-  };
-
   // Which rows exist, and which keys they may see: from the exact lengths, not from the plan's bounds.
   void locate(int32_t request, int32_t q_begin, int32_t q_rows) {
     const LevelParams& level = p_->level;
@@ -182,7 +179,7 @@ class Executor {
     if (start < last) locate_tokens(tokens_[0], start, tile_range(start));
     with_engine([&](auto& engine) {
       for (int32_t t = start, i = 0; t < last; t += kKeyTile, ++i) {
-        Tokens& next = tokens_[(i + 1) % 2];
+        Tokens<KV>& next = tokens_[(i + 1) % 2];
         next.begin = next.end = 0;
         if (t + kKeyTile < last) locate_tokens(next, t + kKeyTile, tile_range(t + kKeyTile));
         attend_tile(engine, t, tokens_[i % 2], next);
@@ -196,6 +193,7 @@ class Executor {
         continue;
       }
       lse_[r] = max_[r] + std::log(sum_[r]);
+      with_engine([&](auto& engine) { engine.finish_row(o); });
       // Adding zero clears the sign of an underflown zero, which depends on skipped tiles.
       for (int d = 0; d < o_stride_; d += kLanes) store(o + d, load(o + d) / sum_[r] + 0.0f);
     }
@@ -203,7 +201,7 @@ class Executor {
 
   // The keys of one tile, those that some row may see; asks for the memory of the `next` one meanwhile.
   template <class Engine>
-  void attend_tile(Engine& engine, int32_t tile, const Tokens& tokens, const Tokens& next) {
+  void attend_tile(Engine& engine, int32_t tile, const Tokens<KV>& tokens, const Tokens<KV>& next) {
     const int begin = tokens.begin, end = tokens.end;
     const uint64_t all = bit_range(begin, end);
     for (int r = 0; r < rows_; ++r)
@@ -213,13 +211,9 @@ class Executor {
     bool uniform = true;
     for (int r = 0; r < rows_; ++r) uniform = uniform && visible_[r] == all;
 
-    int k = next.begin, v = next.begin;
-    engine.set_keys(tokens.k, begin, end, [&] {
-      for (int i = 0; i < 4 && k < next.end; ++i, ++k) prefetch(next.k[k], p_->head_dim);
-    });
-    const bool finite = engine.set_values(tokens.v, rows_, !uniform, [&] {
-      if (v < next.end) prefetch(next.v[v++], p_->head_dim_v);
-    });
+    Prefetcher<KV> ahead(next, p_->head_dim, p_->head_dim_v);
+    engine.set_keys(tokens.k, begin, end, ahead);
+    const bool finite = engine.set_values(tokens.v, rows_, !uniform, ahead);
     constexpr int kBlock = Engine::kRowBlock;
     for (int r = 0; r < rows_; r += kBlock) {
       const int n = std::min(kBlock, rows_ - r);
@@ -228,19 +222,17 @@ class Executor {
       if (any == 0) continue;
       float* s = s_ + r * kKeyTile;
       float* o = o_ + int64_t(r) * o_stride_;
-      engine.dot_keys(r, n, s);
-      for (int i = 0; i < n; ++i) soften(r + i, tile);
+      engine.dot_keys(r, n, s, ahead);
+      for (int i = 0; i < n; ++i) {
+        soften(r + i, tile);
+        ahead.step();
+      }
       // Zero times NaN is NaN: where rows differ in what they see, a special value must not reach all of them.
       if (uniform || finite)
-        engine.add_values(s, alpha_ + r, n, o, o_stride_);
+        engine.add_values(s, alpha_ + r, n, o, o_stride_, ahead);
       else
-        engine.add_visible(s, alpha_ + r, visible_ + r, n, o, o_stride_);
+        engine.add_visible(s, alpha_ + r, visible_ + r, n, o, o_stride_, ahead);
     }
-  }
-
-  static void prefetch(const KV* p, int dim) {
-    const auto* line = reinterpret_cast<const char*>(p);
-    for (int64_t i = 0; i < dim * int64_t(sizeof(KV)); i += 64) __builtin_prefetch(line + i, 0, 2);
   }
 
   void apply_mask(int32_t tile) {
@@ -261,7 +253,7 @@ class Executor {
   }
 
   // Where keys [range.begin, range.end) of a tile lie; only pages of keys that may be seen are looked up.
-  void locate_tokens(Tokens& tokens, int32_t tile, KeyRange range) const {
+  void locate_tokens(Tokens<KV>& tokens, int32_t tile, KeyRange range) const {
     const LevelParams& level = p_->level;
     const int64_t row = level.row_begin[request_];
     int32_t page = (tile + range.begin) / level.page_size;
@@ -396,7 +388,7 @@ class Executor {
   uint64_t visible_[kMaxQueryTile];  // of the current tile
   float max_[kMaxQueryTile], sum_[kMaxQueryTile], alpha_[kMaxQueryTile];
   float lse_[kMaxQueryTile], fold_lse_[kMaxQueryTile];
-  Tokens tokens_[2];  // of this tile and of the next one
+  Tokens<KV> tokens_[2];  // of this tile and of the next one
 };
 
 }  // namespace fi::cpu

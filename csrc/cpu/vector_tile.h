@@ -37,29 +37,27 @@ class VectorTile {
 
   // Keys [begin, end) of the tile.
   template <class F>
-  void set_keys(const KV* const* rows, int begin, int end, F ahead) {
+  void set_keys(const KV* const* rows, int begin, int end, F& ahead) {
     begin_ = begin;
     end_ = end;
-    transpose_keys(rows, begin, end, dim_, keys_, ahead);
+    transpose_keys(rows, begin, end, dim_, keys_, [&] { ahead.step(); });
   }
 
   // Values of the same keys, for `num_rows` query rows. Says whether all are finite, if asked to `check`.
   template <class F>
-  bool set_values(const KV* const* rows, int num_rows, bool check, F ahead) {
+  bool set_values(const KV* const* rows, int num_rows, bool check, F& ahead) {
     // A few rows convert values on the fly, more of them share the conversion.
     direct_ = !check && num_rows <= 2 * kRowBlock && dim_v_ % kLanes == 0;
     value_rows_ = rows;
-    if (direct_) {
-      for (int k = begin_; k < end_; ++k) ahead();
-      return true;
-    }
+    if (direct_) return true;
     const int stride = pad_lanes(dim_v_);
     for (int k = begin_; k < end_; ++k) float_rows_[k] = values_ + int64_t(k) * stride;
-    return convert_values(rows, begin_, end_, dim_v_, values_, stride, ahead);
+    return convert_values(rows, begin_, end_, dim_v_, values_, stride, [&] { ahead.step(); });
   }
 
   // s[row][key] for the rows of a block. Keys outside the tile keep what s held, or get any number.
-  void dot_keys(int first, int count, float* s) const {
+  template <class F>
+  void dot_keys(int first, int count, float* s, F&) const {
     const int stride = pad_lanes(dim_);
     with_rows(count, [&](auto n) {
       cpu::dot_keys<n()>(queries_ + int64_t(first) * stride, stride, keys_, begin_, end_, dim_, s);
@@ -67,22 +65,29 @@ class VectorTile {
   }
 
   // o[row] = alpha[row] * o[row] + sum of s[row][key] * V[key].
-  void add_values(const float* s, const float* alpha, int count, float* o, int o_stride) const {
-    const auto nothing = [] {};
+  template <class F>
+  void add_values(const float* s, const float* alpha, int count, float* o, int o_stride, F& ahead) const {
+    const auto step = [&] { ahead.step(); };
+    const int columns = pad_lanes(dim_v_);
     with_rows(count, [&](auto n) {
       if (direct_)
-        weigh_values<n()>(value_rows_, s, alpha, begin_, end_, o_stride, o, o_stride, nothing);
+        weigh_values<n()>(value_rows_, s, alpha, begin_, end_, columns, o, o_stride, step);
       else
-        weigh_values<n()>(float_rows_, s, alpha, begin_, end_, o_stride, o, o_stride, nothing);
+        weigh_values<n()>(float_rows_, s, alpha, begin_, end_, columns, o, o_stride, step);
     });
   }
 
   // The same for single rows, without touching the values of keys that a row does not see.
-  void add_visible(const float* s, const float* alpha, const uint64_t* visible, int count, float* o, int o_stride) {
+  template <class F>
+  void add_visible(const float* s, const float* alpha, const uint64_t* visible, int count, float* o, int o_stride,
+                   F&) {
     for (int r = 0; r < count; ++r)
       if (visible[r])
-        weigh_visible(float_rows_, s + r * kKeyTile, alpha[r], visible[r], o_stride, o + int64_t(r) * o_stride);
+        weigh_visible(float_rows_, s + r * kKeyTile, alpha[r], visible[r], pad_lanes(dim_v_),
+                      o + int64_t(r) * o_stride);
   }
+
+  void finish_row(float*) const {}
 
  private:
   template <class F>

@@ -8,7 +8,7 @@
 #include "../core/variant.h"
 #include "amx_tile.h"
 #include "prefetch.h"
-#include "state.h"
+#include "softmax.h"
 #include "vector_tile.h"
 
 namespace fi::cpu {
@@ -17,23 +17,6 @@ struct VecMath {
   static Vec tanh(Vec x) { return cpu::tanh(x); }
   static Vec to_float(IVec x) { return __builtin_convertvector(x, Vec); }
 };
-
-inline Vec select_bits(uint64_t bits, Vec x, float otherwise) {
-#if defined(FI_AVX512)
-  return (Vec)_mm512_mask_mov_ps((__m512)splat(otherwise), __mmask16(bits), (__m512)x);
-#else
-  UVec lane;
-  for (int i = 0; i < kLanes; ++i) lane[i] = 1u << i;
-  return (lane & uint32_t(bits)) != 0u ? x : splat(otherwise);
-#endif
-}
-
-// Bits [begin, end) of a key tile.
-inline uint64_t bit_range(int begin, int end) {
-  if (end <= begin) return 0;
-  const uint64_t below = end >= 64 ? ~uint64_t(0) : (uint64_t(1) << end) - 1;
-  return below & ~((uint64_t(1) << begin) - 1);
-}
 
 #if defined(FI_AMX)
 template <class Q, class KV>
@@ -77,6 +60,7 @@ class Executor {
   void run_ticket(int32_t item_index, int32_t kv_head) {
     item_ = reinterpret_cast<const WorkItem*>(p_->plan + p_->layout.items) + item_index;
     kv_head_ = kv_head;
+    logit_scale_ = p_->scale * (p_->k_scale ? p_->k_scale[kv_head * p_->k_scale_stride] : 1.0f);
     locate(item_->request, item_->q_begin, item_->q_rows);
     if (rows_ > 0) {
       read_queries();
@@ -103,7 +87,6 @@ class Executor {
   void locate(int32_t request, int32_t q_begin, int32_t q_rows) {
     const LevelParams& level = p_->level;
     request_ = request;
-    q_begin_ = q_begin;
     token0_ = p_->qo_indptr[request];
     const int64_t q_len = int64_t(p_->qo_indptr[request + 1]) - token0_;
     const int64_t capacity = row_capacity(level, request);
@@ -112,7 +95,9 @@ class Executor {
     rows_ = int32_t(std::clamp<int64_t>(q_len * p_->group - q_begin, 0, q_rows));
     keys_ = {kv_len_, 0};
     for (int r = 0; r < rows_; ++r) {
-      row_keys_[r] = Variant::visible_keys(*p_, q_pos0_ + token_of(r), kv_len_);
+      token_[r] = (q_begin + r) / p_->group;
+      qo_head_[r] = kv_head_ * p_->group + (q_begin + r) % p_->group;
+      row_keys_[r] = Variant::visible_keys(*p_, q_pos0_ + token_[r], kv_len_);
       if (row_keys_[r].begin >= row_keys_[r].end) continue;
       keys_.begin = std::min(keys_.begin, row_keys_[r].begin);
       keys_.end = std::max(keys_.end, row_keys_[r].end);
@@ -123,9 +108,6 @@ class Executor {
     const int64_t entries = level.row_end[request] - level.row_begin[request];
     return (entries + level.index_step - 1) / level.index_step * level.page_size;
   }
-
-  int32_t token_of(int row) const { return (q_begin_ + row) / p_->group; }
-  int32_t qo_head_of(int row) const { return kv_head_ * p_->group + (q_begin_ + row) % p_->group; }
 
   // The engine that multiplies: the matrix unit where there is one, else vectors.
   template <class F>
@@ -145,7 +127,7 @@ class Executor {
         const int n = std::min(kBlock, rows_ - r);
         const Q* rows[kBlock];
         for (int i = 0; i < n; ++i)
-          rows[i] = base + (token0_ + token_of(r + i)) * p_->q_stride_token + qo_head_of(r + i) * p_->q_stride_head;
+          rows[i] = base + (token0_ + token_[r + i]) * p_->q_stride_token + qo_head_[r + i] * p_->q_stride_head;
         engine.set_queries(r, n, rows);
       }
     });
@@ -170,8 +152,7 @@ class Executor {
 
   // The attention state (o_, lse_) of every row over the keys in [begin, end).
   void attend(int32_t begin, int32_t end) {
-    std::fill_n(max_, rows_, kEmpty);
-    std::fill_n(sum_, rows_, 0.0f);
+    std::fill_n(softmax_, rows_, RunningSoftmax{});
     std::fill_n(o_, rows_ * o_stride_, 0.0f);
     const int32_t first = std::max(begin, keys_.begin), last = std::min(end, keys_.end);
     const int32_t start = begin + (first - begin) / kKeyTile * kKeyTile;
@@ -187,15 +168,15 @@ class Executor {
     });
     for (int r = 0; r < rows_; ++r) {
       float* o = o_ + r * o_stride_;
-      if (sum_[r] == 0.0f) {
+      if (softmax_[r].sum == 0.0f) {
         lse_[r] = kEmpty;
         std::fill_n(o, o_stride_, 0.0f);
         continue;
       }
-      lse_[r] = max_[r] + std::log(sum_[r]);
+      lse_[r] = softmax_[r].max + std::log(softmax_[r].sum);
       with_engine([&](auto& engine) { engine.finish_row(o); });
       // Adding zero clears the sign of an underflown zero, which depends on skipped tiles.
-      for (int d = 0; d < o_stride_; d += kLanes) store(o + d, load(o + d) / sum_[r] + 0.0f);
+      for (int d = 0; d < o_stride_; d += kLanes) store(o + d, load(o + d) / softmax_[r].sum + 0.0f);
     }
   }
 
@@ -223,10 +204,7 @@ class Executor {
       float* s = s_ + r * kKeyTile;
       float* o = o_ + int64_t(r) * o_stride_;
       engine.dot_keys(r, n, s, ahead);
-      for (int i = 0; i < n; ++i) {
-        soften(r + i, tile);
-        ahead.step();
-      }
+      soften_rows(r, n, tile, ahead);
       // Zero times NaN is NaN: where rows differ in what they see, a special value must not reach all of them.
       if (uniform || finite)
         engine.add_values(s, alpha_ + r, n, o, o_stride_, ahead);
@@ -237,12 +215,12 @@ class Executor {
 
   void apply_mask(int32_t tile) {
     for (int r = 0; r < rows_; ++r) {
-      if (!Variant::kMaskPerHead && r > 0 && token_of(r) == token_of(r - 1)) {
+      if (!Variant::kMaskPerHead && r > 0 && token_[r] == token_[r - 1]) {
         visible_[r] = visible_[r - 1];
         continue;
       }
-      const int32_t token = token_of(r);
-      LogitIndex index{request_, token, q_pos0_ + token, 0, qo_head_of(r), kv_head_};
+      const int32_t token = token_[r];
+      LogitIndex index{request_, token, q_pos0_ + token, 0, qo_head_[r], kv_head_};
       uint64_t kept = 0;
       for (uint64_t bits = visible_[r]; bits; bits &= bits - 1) {
         index.kv_pos = tile + __builtin_ctzll(bits);
@@ -276,44 +254,22 @@ class Executor {
     }
   }
 
-  // Dot products of a row become probabilities relative to its running maximum.
-  void soften(int row, int32_t tile) {
-    float* s = s_ + row * kKeyTile;
-    const uint64_t visible = visible_[row];
-    if (visible == 0) {
-      alpha_[row] = 1.0f;
-      std::fill_n(s, kKeyTile, 0.0f);
-      return;
-    }
-    const float scale = p_->scale * (p_->k_scale ? p_->k_scale[kv_head_ * p_->k_scale_stride] : 1.0f);
-    const bool transform = Variant::has_transform(*p_);
-    const int32_t token = token_of(row);
-    LogitIndexOf<IVec> index{request_, token, q_pos0_ + token, {}, qo_head_of(row), kv_head_};
-    Vec x[kKeyTile / kLanes];
-    Vec top = splat(kEmpty);
-    for (int j = 0; j < kKeyTile / kLanes; ++j) {
-      x[j] = load(s + j * kLanes) * scale;
-      if (transform) {
-        for (int i = 0; i < kLanes; ++i) index.kv_pos[i] = tile + j * kLanes + i;
-        x[j] = Variant::template logits_transform<VecMath>(*p_, x[j], index);
+  // Dot products of `count` rows become probabilities relative to their running maxima.
+  template <class F>
+  void soften_rows(int first, int count, int32_t tile, F& ahead) {
+    for (int r = first; r < first + count; ++r) {
+      float* s = s_ + r * kKeyTile;
+      if (!Variant::has_transform(*p_)) {
+        alpha_[r] = soften(s, visible_[r], logit_scale_, softmax_[r], [](Vec x, int) { return x; });
+      } else {
+        LogitIndexOf<IVec> index{request_, token_[r], q_pos0_ + token_[r], {}, qo_head_[r], kv_head_};
+        alpha_[r] = soften(s, visible_[r], logit_scale_, softmax_[r], [&](Vec x, int key) {
+          for (int i = 0; i < kLanes; ++i) index.kv_pos[i] = tile + key + i;
+          return Variant::template logits_transform<VecMath>(*p_, x, index);
+        });
       }
-      x[j] = select_bits(visible >> (j * kLanes), x[j], kEmpty);
-      top = max(top, x[j]);
+      ahead.step();
     }
-    const float old_max = max_[row];
-    const float new_max = std::max(old_max, reduce_max(top));
-    // With nothing but -inf so far the difference would be NaN.
-    const float base = new_max == kEmpty ? 0.0f : new_max;
-    Vec sum{};
-    for (int j = 0; j < kKeyTile / kLanes; ++j) {
-      const Vec e = exp(x[j] - base);
-      sum += e;
-      store(s + j * kLanes, e);
-    }
-    const float alpha = new_max == old_max ? 1.0f : exp(old_max - base);
-    max_[row] = new_max;
-    sum_[row] = sum_[row] * alpha + reduce_add(sum);
-    alpha_[row] = alpha;
   }
 
   void emit(int32_t partial, float* o, const float* lse) {
@@ -331,8 +287,8 @@ class Executor {
 
   void write_output(float* o, const float* lse) {
     for (int r = 0; r < rows_; ++r) {
-      const int64_t token = token0_ + token_of(r);
-      const int32_t head = qo_head_of(r);
+      const int64_t token = token0_ + token_[r];
+      const int32_t head = qo_head_[r];
       float total = lse[r];
       const float factor = total == kEmpty ? 0.0f : Variant::finish(*p_, head, kv_head_, total);
       if (p_->lse) p_->lse[token * p_->lse_stride_token + head * p_->lse_stride_head] = total;
@@ -381,12 +337,16 @@ class Executor {
   AmxTile<KV> amx_;
 #endif
 
-  int32_t request_ = 0, kv_head_ = 0, q_begin_ = 0, rows_ = 0, kv_len_ = 0, q_pos0_ = 0;
+  int32_t request_ = 0, kv_head_ = 0, rows_ = 0, kv_len_ = 0, q_pos0_ = 0;
   int64_t token0_ = 0;
   KeyRange keys_{};  // hull of what the rows may see
+  float logit_scale_ = 0.0f;
+  int32_t token_[kMaxQueryTile];  // of the request
+  int32_t qo_head_[kMaxQueryTile];
   KeyRange row_keys_[kMaxQueryTile];
   uint64_t visible_[kMaxQueryTile];  // of the current tile
-  float max_[kMaxQueryTile], sum_[kMaxQueryTile], alpha_[kMaxQueryTile];
+  RunningSoftmax softmax_[kMaxQueryTile];
+  float alpha_[kMaxQueryTile];
   float lse_[kMaxQueryTile], fold_lse_[kMaxQueryTile];
   Tokens<KV> tokens_[2];  // of this tile and of the next one
 };

@@ -28,18 +28,17 @@ struct CacheStrides {
   int64_t page, token, head;
 };
 
-CacheStrides cache_strides(const char* name, const TensorView& t, int64_t page_size, int64_t heads, int64_t dim) {
+CacheStrides cache_strides(const char* name, const TensorView& t, int64_t page_size, int64_t heads,
+                           int64_t dim) {
   expect_cache(name, t);
   const bool ragged = t.ndim() == 3;
-  if (ragged && page_size != 1)
-    TVM_FFI_THROW(ValueError) << name << ": expected 4 dimensions [pages, page_size, KV heads, head_dim] with page_size "
-                              << page_size << "; got " << shape_text(t) << ". Three dimensions mean contiguous KV.";
   if (ragged)
     expect_shape(name, t, {-1, heads, dim});
   else
     expect_shape(name, t, {-1, page_size, heads, dim});
   expect_unit_stride(name, t);
-  return ragged ? CacheStrides{t.stride(0), 0, t.stride(1)} : CacheStrides{t.stride(0), t.stride(1), t.stride(2)};
+  return ragged ? CacheStrides{page_size * t.stride(0), t.stride(0), t.stride(1)}
+                : CacheStrides{t.stride(0), t.stride(1), t.stride(2)};
 }
 
 const float* expect_scale(const char* name, const TensorView& t, int64_t heads, int32_t& stride) {
@@ -65,7 +64,8 @@ void expect_bytes(const char* name, const TensorView& t, int64_t bytes) {
   expect_host(name, t);
   expect_dtype(name, t, kUInt8);
   if (t.ndim() != 1 || t.size(0) < bytes)
-    TVM_FFI_THROW(ValueError) << name << ": expected at least " << bytes << " bytes; got " << shape_text(t) << ".";
+    TVM_FFI_THROW(ValueError) << name << ": expected at least " << bytes << " bytes; got " << shape_text(t)
+                              << ".";
 }
 
 // How many elements of `t` may be addressed from its first one.
@@ -82,19 +82,20 @@ void expect_rows_inside(const AttentionParams& p, int64_t available) {
   for (int32_t r = 0; r < p.num_requests; ++r)
     if (p.level.row_end[r] > available)
       TVM_FFI_THROW(ValueError) << "row_end[" << r << "]: expected at most " << available
-                                << (p.level.indices ? ", the entries of indices" : ", the tokens of k_cache") << "; got "
-                                << p.level.row_end[r] << ".";
+                                << (p.level.indices ? ", the entries of indices" : ", the tokens of k_cache")
+                                << "; got " << p.level.row_end[r] << ".";
 }
 
 }  // namespace
 
-void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_indptr, Optional<TensorView> indices,
-         TensorView row_begin, TensorView row_end, TensorView kv_lens, int64_t index_step, int64_t index_divisor,
-         int64_t page_size, int64_t num_pages, TensorView plan, TensorView caps, TensorView workspace, double scale,
-         TensorView k_scale, TensorView v_scale, bool causal, int64_t window_left, double soft_cap,
-         Optional<TensorView> alibi, Optional<TensorView> sinks, Optional<TensorView> mask,
-         Optional<TensorView> mask_begin, Optional<TensorView> mask_kv_len, bool debug, int64_t num_threads,
-         TensorView out, Optional<TensorView> lse) {
+void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_indptr,
+         Optional<TensorView> indices, TensorView row_begin, TensorView row_end, TensorView kv_lens,
+         int64_t index_step, int64_t index_divisor, int64_t page_size, int64_t num_pages, TensorView plan,
+         TensorView caps, TensorView workspace, double scale, TensorView k_scale, TensorView v_scale,
+         bool causal, int64_t window_left, double soft_cap, Optional<TensorView> alibi,
+         Optional<TensorView> sinks, Optional<TensorView> mask, Optional<TensorView> mask_begin,
+         Optional<TensorView> mask_kv_len, bool debug, int64_t num_threads, TensorView out,
+         Optional<TensorView> lse) {
   AttentionParams p{};
   expect_host("q", q);
   expect_dtype("q", q, kQuery);
@@ -102,20 +103,27 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_ind
   expect_unit_stride("q", q);
   const int64_t tokens = q.size(0), heads = q.size(1), dim = q.size(2);
   if (k_cache.ndim() != 3 && k_cache.ndim() != 4)
-    TVM_FFI_THROW(ValueError) << "k_cache: expected [pages, page_size, KV heads, head_dim] or [tokens, KV heads, head_dim]; got "
-                              << shape_text(k_cache) << ".";
+    TVM_FFI_THROW(ValueError)
+        << "k_cache: expected [pages, page_size, KV heads, head_dim] or [tokens, KV heads, head_dim]; got "
+        << shape_text(k_cache) << ".";
   const int64_t kv_heads = k_cache.size(-2), dim_v = v_cache.size(-1);
   const CacheStrides ks = cache_strides("k_cache", k_cache, page_size, kv_heads, dim);
   const CacheStrides vs = cache_strides("v_cache", v_cache, page_size, kv_heads, dim_v);
   if (kv_heads == 0 || heads % kv_heads != 0)
-    TVM_FFI_THROW(ValueError) << "q: expected a multiple of the " << kv_heads << " KV heads of k_cache; got " << heads << " heads.";
+    TVM_FFI_THROW(ValueError) << "q: expected a multiple of the " << kv_heads << " KV heads of k_cache; got "
+                              << heads << " heads.";
   if (v_cache.size(0) != k_cache.size(0))
-    TVM_FFI_THROW(ValueError) << "v_cache: expected " << k_cache.size(0) << " pages, as k_cache; got " << v_cache.size(0) << ".";
-  if (num_pages > k_cache.size(0))
-    TVM_FFI_THROW(ValueError) << "num_pages: expected at most the " << k_cache.size(0) << " pages of k_cache; got " << num_pages << ".";
+    TVM_FFI_THROW(ValueError) << "v_cache: expected " << k_cache.size(0) << " pages, as k_cache; got "
+                              << v_cache.size(0) << ".";
   if (index_step < 1 || index_divisor < 1 || page_size < 1 || num_threads < 1)
-    TVM_FFI_THROW(ValueError) << "index_step, index_divisor, page_size, num_threads: expected >= 1; got " << index_step << ", "
-                              << index_divisor << ", " << page_size << ", " << num_threads << ".";
+    TVM_FFI_THROW(ValueError) << "index_step, index_divisor, page_size, num_threads: expected >= 1; got "
+                              << index_step << ", " << index_divisor << ", " << page_size << ", "
+                              << num_threads << ".";
+  const bool contiguous = k_cache.ndim() == 3;
+  const int64_t pages = contiguous ? (k_cache.size(0) + page_size - 1) / page_size : k_cache.size(0);
+  if (num_pages > pages)
+    TVM_FFI_THROW(ValueError) << "num_pages: expected at most the " << pages << " pages of k_cache; got "
+                              << num_pages << ".";
 
   const int64_t requests = kv_lens.ndim() == 1 ? kv_lens.size(0) : -1;
   expect_vector("kv_lens", kv_lens, kInt32, requests);
@@ -142,6 +150,8 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_ind
   p.level.index_divisor = int32_t(index_divisor);
   p.level.page_size = int32_t(page_size);
   p.level.num_pages = num_pages;
+  const bool cut = contiguous && num_pages == pages && k_cache.size(0) % page_size != 0;
+  p.level.last_page_size = int32_t(cut ? k_cache.size(0) % page_size : page_size);
   p.num_requests = int32_t(requests);
   p.num_qo_heads = int32_t(heads);
   p.num_kv_heads = int32_t(kv_heads);

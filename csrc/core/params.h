@@ -20,6 +20,8 @@ struct LevelParams {
   int32_t index_divisor;
   int32_t page_size;
   int64_t num_pages;  // pages in the KV cache; indices outside are refused in debug mode
+  int32_t
+      last_page_size;  // tokens of the last page: fewer than page_size where contiguous KV is cut into pages
 };
 
 struct AttentionParams {

@@ -12,11 +12,11 @@ std::string str(int64_t v) { return std::to_string(v); }
 
 std::string check_plan(const AttentionParams& p, const PlanHeader& h) {
   if (h.magic != kPlanMagic || h.version != kPlanVersion)
-    return "plan: expected a plan of version " + str(kPlanVersion) + "; got a buffer with version " + str(h.version) +
-           ". Call plan() before run().";
+    return "plan: expected a plan of version " + str(kPlanVersion) + "; got a buffer with version " +
+           str(h.version) + ". Call plan() before run().";
   if (h.num_requests != p.num_requests)
-    return "kv_lens: expected the " + str(h.num_requests) + " requests of the plan; got " + str(p.num_requests) +
-           ". Call plan() again when the batch changes.";
+    return "kv_lens: expected the " + str(h.num_requests) + " requests of the plan; got " +
+           str(p.num_requests) + ". Call plan() again when the batch changes.";
   if (h.num_kv_heads != p.num_kv_heads || h.group != p.group)
     return "plan: expected " + str(p.num_kv_heads) + " KV heads and a group of " + str(p.group) +
            "; got a plan for " + str(h.num_kv_heads) + " and " + str(h.group) + ".";
@@ -29,18 +29,19 @@ std::string check_lengths(const AttentionParams& p, const int32_t* bounds, int64
   for (int32_t r = 0; r < p.num_requests; ++r) {
     const std::string at = std::string("[").append(str(r)).append("]: expected ");
     if (p.qo_indptr[r + 1] < p.qo_indptr[r])
-      return "qo_indptr[" + str(r + 1) + "]: expected a non-decreasing sequence; got " + str(p.qo_indptr[r + 1]) +
-             " after " + str(p.qo_indptr[r]) + ".";
+      return "qo_indptr[" + str(r + 1) + "]: expected a non-decreasing sequence; got " +
+             str(p.qo_indptr[r + 1]) + " after " + str(p.qo_indptr[r]) + ".";
     if (level.kv_lens[r] < 0) return "kv_lens" + at + ">= 0; got " + str(level.kv_lens[r]) + ".";
     if (level.kv_lens[r] > bounds[r])
       return "kv_lens" + at + "at most " + str(bounds[r]) + ", the length that the plan was made for; got " +
              str(level.kv_lens[r]) + ". Plan with an upper bound of the lengths.";
     if (level.row_begin[r] < 0 || level.row_end[r] < level.row_begin[r])
-      return "row_end" + at + ">= row_begin = " + str(level.row_begin[r]) + " >= 0; got " + str(level.row_end[r]) + ".";
+      return "row_end" + at + ">= row_begin = " + str(level.row_begin[r]) + " >= 0; got " +
+             str(level.row_end[r]) + ".";
   }
   if (p.qo_indptr[p.num_requests] > num_tokens)
-    return "qo_indptr[" + str(p.num_requests) + "]: expected at most the " + str(num_tokens) + " tokens of q; got " +
-           str(p.qo_indptr[p.num_requests]) + ".";
+    return "qo_indptr[" + str(p.num_requests) + "]: expected at most the " + str(num_tokens) +
+           " tokens of q; got " + str(p.qo_indptr[p.num_requests]) + ".";
   return {};
 }
 
@@ -71,8 +72,9 @@ std::string check_page_ids(const AttentionParams& p) {
     const int32_t kv_len = level.kv_lens[r];
     const int64_t pages = (level.row_end[r] - level.row_begin[r] + level.index_step - 1) / level.index_step;
     if (kv_len > pages * level.page_size)
-      return "kv_lens[" + str(r) + "]: expected at most " + str(pages * level.page_size) + ", the capacity of its " +
-             str(pages) + " pages of " + str(level.page_size) + " tokens; got " + str(kv_len) + ".";
+      return "kv_lens[" + str(r) + "]: expected at most " + str(pages * level.page_size) +
+             ", the capacity of its " + str(pages) + " pages of " + str(level.page_size) + " tokens; got " +
+             str(kv_len) + ".";
     const int32_t begin = StandardVariant::visible_keys(p, int32_t(kv_len - q_len), kv_len).begin;
     const int32_t end = StandardVariant::visible_keys(p, kv_len - 1, kv_len).end;
     for (int64_t page = std::max(begin, 0) / level.page_size; page * level.page_size < end; ++page) {
@@ -83,6 +85,10 @@ std::string check_page_ids(const AttentionParams& p) {
         return "page table: expected page ids in 0.." + str(level.num_pages - 1) + "; got " +
                str(entry < 0 ? entry : id) + " for request " + str(r) + " at page position " + str(page) +
                ", where the cache has num_pages = " + str(level.num_pages) + ".";
+      const int64_t tokens = std::min<int64_t>(end - page * level.page_size, level.page_size);
+      if (id == level.num_pages - 1 && tokens > level.last_page_size)
+        return "page table: expected at most " + str(level.last_page_size) + " tokens in page " + str(id) +
+               ", the last of the cache; got " + str(tokens) + " for request " + str(r) + ".";
     }
   }
   return {};

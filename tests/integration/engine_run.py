@@ -17,9 +17,12 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 
 def main() -> None:
@@ -47,9 +50,8 @@ def _run(run: dict[str, Any]) -> dict[str, Any]:
         }
     )
     ready = time.perf_counter()
-    if sabotage := run.get("sabotage"):
-        SABOTAGE[sabotage]()
-    batches = [_generate(llm, batch) for batch in run["batches"]]
+    with SABOTAGE[run.get("sabotage")]():
+        batches = [_generate(llm, batch) for batch in run["batches"]]
     done = time.perf_counter()
     after = asdict(counters().snapshot())
     result = {
@@ -110,7 +112,7 @@ def _metrics(llm: Any) -> dict[str, float]:
     return values
 
 
-def _ignore_last_page() -> None:
+def _ignore_last_page() -> AbstractContextManager[Any]:
     """Make every plan and run believe that the last page of each request is not there."""
     from fi_backend.core.page_table import PageTable
 
@@ -119,10 +121,10 @@ def _ignore_last_page() -> None:
     def shortened(block_table: Any, kv_lens: Any, *, page_size: int) -> PageTable:
         return original(block_table, (kv_lens - page_size).clamp_min(0), page_size=page_size)
 
-    PageTable.from_block_table = shortened  # type: ignore[method-assign, assignment]
+    return patch.object(PageTable, "from_block_table", shortened)
 
 
-def _drop_appends() -> None:
+def _drop_appends() -> AbstractContextManager[Any]:
     """Write no keys and values of decoding steps into the cache."""
     from fi_backend.adapters.vllm import impl
 
@@ -132,10 +134,10 @@ def _drop_appends() -> None:
         if slots.shape[0] > 8:
             original(key, value, k_cache, v_cache, slots, **scales)
 
-    impl.append_kv = lossy
+    return patch.object(impl, "append_kv", lossy)
 
 
-def _louder_queries() -> None:
+def _louder_queries() -> AbstractContextManager[Any]:
     """Make every softmax scale two percent too large."""
     from fi_backend.core.attention import BatchAttention
 
@@ -144,10 +146,11 @@ def _louder_queries() -> None:
     def louder(self: BatchAttention, q: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, q * 1.02, *args, **kwargs)
 
-    BatchAttention.run = louder  # type: ignore[method-assign, assignment]
+    return patch.object(BatchAttention, "run", louder)
 
 
-SABOTAGE = {
+SABOTAGE: dict[str | None, Callable[[], AbstractContextManager[Any]]] = {
+    None: nullcontext,
     "ignore_last_page": _ignore_last_page,
     "drop_appends": _drop_appends,
     "louder_queries": _louder_queries,

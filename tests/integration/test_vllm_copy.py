@@ -115,56 +115,74 @@ def test_answers_after_preemption(long_runs: Any, shape: tuple[int, int]) -> Non
     assert long_runs[shape]["batches"][CROWDED]["tokens"] == answers
 
 
-def test_other_ways_to_run(engine: Engine, copy_model: Callable[..., Path]) -> None:
-    """Other dtypes, head and block sizes, and n-gram speculation."""
-    prompts, answers = copy_questions((60, 333, 1500), 32)
-    small = {"max_model_len": 2048, "kv_cache_memory_bytes": 2**24, "block_size": 16}
-    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 3}
-    variants: dict[str, dict[str, Any]] = {
-        "float16": {"dtype": "float16"},
-        "float32": {"dtype": "float32"},
-        "256-wide heads": {"model": str(copy_model(256))},
-        "blocks of 8": {"block_size": 8},
-        "blocks of 24": {"block_size": 24},
-        "a mixed-case name": {"attention_backend": "Fi"},
-        # Last: it loads numba, with which vLLM starts no second engine in a process.
-        "n-gram speculation": {"speculative_config": ngram},
-    }
-    runs = [
-        {"llm": _arguments(copy_model(64), **{**small, **variant}), "batches": [_batch(prompts, 32)] * 2}
-        for variant in variants.values()
-    ]
-    for name, result in zip(variants, engine(*runs), strict=True):
-        assert [batch["tokens"] for batch in result["batches"]] == [answers, answers], name
-        assert_served(result, LAYERS)
-        if name == "n-gram speculation":
-            assert result["metrics"]["spec_decode_num_accepted_tokens"] > 30, "nothing was speculated"
-            assert result["stats"]["steps"] < 2 * 32
+ANSWER = 32
+SABOTAGES = ("ignore_last_page", "drop_appends")
+SMALL = {"max_model_len": 2048, "kv_cache_memory_bytes": 2**24, "block_size": 16}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "float16": {"dtype": "float16"},
+    "float32": {"dtype": "float32"},
+    "256-wide heads": {"head_dim": 256},
+    "blocks of 8": {"block_size": 8},
+    "blocks of 24": {"block_size": 24},
+    "a mixed-case name": {"attention_backend": "Fi"},
+    **{name: {"sabotage": name} for name in SABOTAGES},
+    "CPU_ATTN": {"attention_backend": "CPU_ATTN", "block_size": 32},
+    # Last: it loads numba, after which vLLM starts no second engine in a process.
+    "n-gram speculation": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 3,
+        }
+    },
+}
 
 
-@pytest.mark.parametrize("sabotage", ["ignore_last_page", "drop_appends"])
-def test_a_broken_back_end_changes_the_answer(
-    engine: Engine, copy_model: Callable[..., Path], sabotage: str
-) -> None:
-    """The tests of this file can fail: what is broken on purpose is seen."""
-    prompts, answers = copy_questions((60, 1000), 16)
-    run = {
-        "llm": _arguments(copy_model(64), max_model_len=2048, kv_cache_memory_bytes=2**24, block_size=16),
-        "sabotage": sabotage,
-        "batches": [_batch(prompts, 16)],
-    }
-    (result,) = engine(run)
-    assert_served(result, LAYERS)
-    for got, answer in zip(result["batches"][0]["tokens"], answers, strict=True):
-        assert got != answer
+@pytest.fixture(scope="module")
+def variants(engine: Engine, copy_model: Callable[..., Path]) -> dict[str, dict[str, Any]]:
+    """Results by name of VARIANTS; each asks the same questions twice."""
+    prompts, _ = copy_questions((60, 333, 1500), ANSWER)
+    runs = []
+    for variant in VARIANTS.values():
+        changes = dict(variant)
+        sabotage = changes.pop("sabotage", None)
+        model = copy_model(changes.pop("head_dim", 64))
+        llm = _arguments(model, **{**SMALL, **changes})
+        runs.append({"llm": llm, "sabotage": sabotage, "batches": [_batch(prompts, ANSWER)] * 2})
+    return dict(zip(VARIANTS, engine(*runs), strict=True))
 
 
-def test_another_back_end_is_not_counted(engine: Engine, copy_model: Callable[..., Path]) -> None:
+def _texts(result: dict[str, Any]) -> list[list[list[int]]]:
+    return [batch["tokens"] for batch in result["batches"]]
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("CPU_ATTN", *SABOTAGES)])
+def test_variants_give_the_answer(variants: Any, name: str) -> None:
+    _, answers = copy_questions((60, 333, 1500), ANSWER)
+    assert _texts(variants[name]) == [answers, answers]
+    assert_served(variants[name], LAYERS)
+
+
+def test_speculation_was_accepted(variants: Any) -> None:
+    result = variants["n-gram speculation"]
+    assert result["metrics"]["spec_decode_num_accepted_tokens"] > ANSWER
+    assert result["stats"]["steps"] < 2 * ANSWER, "every token took a step of its own"
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES)
+def test_a_broken_back_end_changes_the_answer(variants: Any, sabotage: str) -> None:
+    """The tests of this file can fail: what is broken on purpose is seen in every answer."""
+    _, answers = copy_questions((60, 333, 1500), ANSWER)
+    assert_served(variants[sabotage], LAYERS)
+    for texts in _texts(variants[sabotage]):
+        assert all(text != answer for text, answer in zip(texts, answers, strict=True))
+
+
+def test_another_back_end_is_not_counted(variants: Any) -> None:
     """A run that fell back is recognised: right answer, no call counted."""
-    prompts, answers = copy_questions((60,), 8)
-    llm = _arguments(copy_model(64), max_model_len=1024, kv_cache_memory_bytes=2**23, block_size=32)
-    (result,) = engine({"llm": {**llm, "attention_backend": "CPU_ATTN"}, "batches": [_batch(prompts, 8)]})
-    assert result["batches"][0]["tokens"] == answers
-    assert result["stats"]["attention_calls"] == 0
+    _, answers = copy_questions((60, 333, 1500), ANSWER)
+    assert _texts(variants["CPU_ATTN"]) == [answers, answers]
+    assert variants["CPU_ATTN"]["stats"]["attention_calls"] == 0
     with pytest.raises(AssertionError):
-        assert_served(result, LAYERS)
+        assert_served(variants["CPU_ATTN"], LAYERS)

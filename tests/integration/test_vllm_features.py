@@ -18,6 +18,7 @@ pytestmark = pytest.mark.engine
 LAYERS = {"llama": 3, "mistral": 3, "gemma2": 4, "granite": 3, "bloom": 3}
 TOLERANCE = 1e-3  # of a log-probability in float32; a softmax scale two percent off makes it far more
 GENERATED = 24
+BACK_ENDS = ("fi", "CPU_ATTN")
 
 
 def _prompts() -> list[list[int]]:
@@ -52,53 +53,41 @@ def _largest_difference(got: dict[str, Any], reference: dict[str, Any]) -> float
     )
 
 
+NARROW = ("auto", "fp8", "fp8_e5m2")
+
+
 @pytest.fixture(scope="module")
-def pairs(engine: Engine, random_model: Callable[[str], Path]) -> dict[str, tuple[Any, Any]]:
-    """Results of (fi, CPU_ATTN) by kind of model."""
-    runs = [_run(random_model(kind), back_end) for kind in LAYERS for back_end in ("fi", "CPU_ATTN")]
-    results = engine(*runs)
-    return dict(zip(LAYERS, zip(results[::2], results[1::2], strict=True), strict=True))
+def results(engine: Engine, random_model: Callable[[str], Path]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Results by (kind of model or what else is run, back end); all engines share one import of vLLM."""
+    llama = random_model("llama")
+    runs = {(kind, back_end): _run(random_model(kind), back_end) for kind in LAYERS for back_end in BACK_ENDS}
+    for dtype in NARROW:
+        for back_end in BACK_ENDS:
+            runs[dtype, back_end] = _run(llama, back_end, dtype="bfloat16", kv_cache_dtype=dtype)
+    runs["louder", "fi"] = _run(llama, "fi", sabotage="louder_queries")
+    return dict(zip(runs, engine(*runs.values()), strict=True))
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_equal_to_vllms_own_back_end(pairs: Any, kind: str) -> None:
+def test_equal_to_vllms_own_back_end(results: Any, kind: str) -> None:
     """llama: grouped heads; mistral: window; gemma2: caps and windows; granite: sinks; bloom: ALiBi."""
-    ours, reference = pairs[kind]
+    ours, reference = results[kind, "fi"], results[kind, "CPU_ATTN"]
     assert_served(ours, LAYERS[kind])
     assert reference["stats"]["attention_calls"] == 0
     assert ours["batches"][0]["tokens"] == reference["batches"][0]["tokens"]
     assert _largest_difference(ours, reference) < TOLERANCE
 
 
-def test_a_scale_slightly_off_is_seen(
-    pairs: Any, engine: Engine, random_model: Callable[[str], Path]
-) -> None:
-    (louder,) = engine(_run(random_model("llama"), "fi", sabotage="louder_queries"))
-    assert _largest_difference(louder, pairs["llama"][1]) > 10 * TOLERANCE
-
-
-NARROW = ("auto", "fp8", "fp8_e5m2")
-
-
-@pytest.fixture(scope="module")
-def narrow_caches(engine: Engine, random_model: Callable[[str], Path]) -> dict[str, tuple[Any, Any]]:
-    """Results of (fi, CPU_ATTN) in bfloat16 by the dtype of the KV cache."""
-    runs = [
-        _run(random_model("llama"), back_end, dtype="bfloat16", kv_cache_dtype=dtype)
-        for dtype in NARROW
-        for back_end in ("fi", "CPU_ATTN")
-    ]
-    results = engine(*runs)
-    return dict(zip(NARROW, zip(results[::2], results[1::2], strict=True), strict=True))
+def test_a_scale_slightly_off_is_seen(results: Any) -> None:
+    assert _largest_difference(results["louder", "fi"], results["llama", "CPU_ATTN"]) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_narrow_kv_caches_lose_no_more_than_vllms_own(pairs: Any, narrow_caches: Any, dtype: str) -> None:
+def test_narrow_kv_caches_lose_no_more_than_vllms_own(results: Any, dtype: str) -> None:
     """Rounding to these dtypes moves the numbers; it must not move ours further than vLLM's."""
-    exact = _prompt_logprobs(pairs["llama"][1])
-    ours, theirs = narrow_caches[dtype]
-    assert_served(ours, LAYERS["llama"])
-    lost = [(_prompt_logprobs(result) - exact).abs().mean() for result in (ours, theirs)]
+    exact = _prompt_logprobs(results["llama", "CPU_ATTN"])
+    assert_served(results[dtype, "fi"], LAYERS["llama"])
+    lost = [(_prompt_logprobs(results[dtype, back_end]) - exact).abs().mean() for back_end in BACK_ENDS]
     assert 0 < lost[0] < 1.25 * lost[1], lost
 
 

@@ -138,9 +138,8 @@ class BatchAttention:
         if self._table is None or self._qo_indptr is None:
             raise PlanError("run(): expected plan() to have been called for this step; got no plan.")
         spec = self.spec
+        self._check_shapes(q, k_cache, v_cache)
         if out is None:
-            if q.dim() != 3:
-                raise ValueError(f"q: expected [tokens, num_qo_heads, head_dim]; got shape {tuple(q.shape)}.")
             out = q.new_empty(q.shape[0], spec.num_qo_heads, spec.head_dim_v)
         self._expect_given("alibi_slopes", alibi_slopes, spec.alibi)
         self._expect_given("sinks", sinks, spec.sinks)
@@ -156,14 +155,28 @@ class BatchAttention:
             self._plan_buffer,
             self._capacity,
             self._workspace,
-            ops.scale_tensor(k_scale),
-            ops.scale_tensor(v_scale),
+            ops.scale_tensor("k_scale", k_scale),
+            ops.scale_tensor("v_scale", v_scale),
             alibi_slopes,
             sinks,
             out,
             lse,
         )
         return out
+
+    def _check_shapes(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        """What the kernel cannot see: tensors that agree with each other and not with the spec."""
+        for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: expected a torch tensor; got {type(tensor).__name__}.")
+        heads, dim, dim_v = self.spec.num_qo_heads, self.spec.head_dim, self.spec.head_dim_v
+        if q.dim() != 3 or q.shape[1] != heads or q.shape[2] != dim:
+            raise ValueError(f"q: expected [tokens, {heads}, {dim}], as the spec says; got {tuple(q.shape)}.")
+        if v_cache.shape[-1:] != (dim_v,):
+            raise ValueError(
+                f"v_cache: expected head_dim_v = {dim_v} elements in its last dimension, as the spec says; "
+                f"got {tuple(v_cache.shape)}."
+            )
 
     @staticmethod
     def _expect_given(name: str, tensor: Tensor | None, wanted: bool) -> None:

@@ -113,9 +113,23 @@ def run_attention(
         _attention(kernel, *arguments)
 
 
+_PARAMETERS = [part.split() for part in _SCHEMA[: _SCHEMA.index(") -> ")].split(", ")]
+
+
 def _attention(kernel: str, *arguments: Any) -> None:
     *inputs, out, lse = arguments
-    _native(kernel)(*inputs, env.debug(), torch.get_num_threads(), out, lse)
+    try:
+        _native(kernel)(*inputs, env.debug(), torch.get_num_threads(), out, lse)
+    except (RuntimeError, TypeError) as error:
+        # What the conversion to DLPack refuses, the native checks cannot name.
+        for (kind, name), value in zip(_PARAMETERS, (kernel, *arguments), strict=True):
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                raise ValueError(
+                    f"{name}: expected host memory; got device {value.device}. Move it with .cpu()."
+                ) from error
+            if kind.startswith("Tensor") and not isinstance(value, (Tensor, type(None))):
+                raise TypeError(f"{name}: expected a torch tensor; got {type(value).__name__}.") from error
+        raise
 
 
 ops.define(_SCHEMA, _attention, lambda *_: None)

@@ -31,10 +31,12 @@ def _cached_scale(value: float) -> Tensor:
     return torch.tensor([value], dtype=torch.float32)
 
 
-def scale_tensor(value: float | Tensor) -> Tensor:
+def scale_tensor(name: str, value: float | Tensor) -> Tensor:
     """Return a dequantisation scale as a tensor: itself, or a cached float32 [1]."""
     if isinstance(value, Tensor):
         return value
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a float or a float32 tensor; got {type(value).__name__}.")
     # Dynamo traces through a cache and warns about it.
     if torch.compiler.is_compiling():
         return torch.tensor([value], dtype=torch.float32)

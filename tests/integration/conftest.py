@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import Engine
 
 from fi_backend import env
 from models import copy_llama, random_models
 
 ENGINE_RUN = Path(__file__).with_name("engine_run.py")
-Engine = Callable[..., list[dict[str, Any]]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,9 +56,10 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """Return the function (*runs, in_process=True, environment={}) -> one result a run; see engine_run.py.
+    """Return the function (*runs, ...) -> one result a run; see engine_run.py.
 
-    in_process: the engine core lives in the process that asks, so that all runs share one import of vLLM.
+    in_process: the engine core lives in the process that asks, so that all runs share one import of vLLM;
+    environment: added to ours; command: of the interpreter; preload: modules to install first.
     """
     pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -67,10 +68,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         in_process: bool = True,
         environment: Mapping[str, str] | None = None,
         command: Sequence[str] = (sys.executable,),
+        preload: Sequence[str] = (),
     ) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("engine")
         job, result, log = folder / "job.json", folder / "result.json", folder / "log.txt"
-        job.write_text(json.dumps({"runs": runs}))
+        job.write_text(json.dumps({"preload": preload, "runs": runs}))
         settings = {
             "HF_HUB_OFFLINE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
@@ -94,22 +96,3 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         return results
 
     return run
-
-
-def copy_questions(
-    contexts: Sequence[int], answer_length: int, *, seed: int = 0
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Return prompts of about `contexts` tokens for copy-llama, and their known answers."""
-    pairs = []
-    for index, context in enumerate(contexts):
-        text = copy_llama.text_without_repeats(context - 8, seed * 1000 + index)
-        at = (len(text) - answer_length - 6) * (index + 1) // (len(contexts) + 1)
-        pairs.append(copy_llama.question(text, at, answer_length))
-    return [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
-
-
-def assert_served(result: Mapping[str, Any], layers: int) -> None:
-    """Assert that the fi back end computed every attention of the run: calls = layers x steps."""
-    stats = result["stats"]
-    assert stats["layers"] == layers
-    assert stats["attention_calls"] == layers * stats["steps"] > 0

@@ -3,7 +3,8 @@
 
 usage: engine_run.py JOB.json RESULT.json
 
-JOB: {"runs": [{"llm": arguments of vllm.LLM, "sabotage": null or a name of SABOTAGE,
+JOB: {"preload": [modules whose install() is called first],
+      "runs": [{"llm": arguments of vllm.LLM, "sabotage": null or a name of SABOTAGE,
                 "batches": [{"prompts": [[token ids]], "max_tokens": n, "prompt_logprobs": bool,
                              "sampling": more of SamplingParams}]}]}
 RESULT: a list of one object a run, see `_run`.
@@ -12,6 +13,7 @@ RESULT: a list of one object a run, see `_run`.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import resource
@@ -27,12 +29,14 @@ from unittest.mock import patch
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
+    for name in job.get("preload", ()):
+        importlib.import_module(name).install()
     results = [_run(run) for run in job["runs"]]
     Path(sys.argv[2]).write_text(json.dumps(results))
 
 
 def _run(run: dict[str, Any]) -> dict[str, Any]:
-    """Return batches (tokens, logprobs, prompt_logprobs, cached), stats, metrics, seconds and max_rss_mib."""
+    """Return batches (tokens, logprobs, ..., cached), engine, stats, metrics, seconds and max_rss_mib."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -55,6 +59,7 @@ def _run(run: dict[str, Any]) -> dict[str, Any]:
     done = time.perf_counter()
     after = asdict(counters().snapshot())
     result = {
+        "engine": after["engine"],
         "batches": batches,
         "stats": {name: after[name] - before[name] for name in after if name not in ("pid", "engine")},
         "metrics": _metrics(llm),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Engine, assert_served, copy_questions
+from engines import Engine, assert_served, copy_questions
 
 from models import copy_llama
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Engine, assert_served
+from engines import Engine, assert_served
 
 from models import copy_llama, random_models
 

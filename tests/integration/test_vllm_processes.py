@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Engine, copy_questions
+from engines import Engine, copy_questions
 
 from fi_backend.core.counters import read_stats
 

@@ -38,6 +38,10 @@ std::string check_lengths(const AttentionParams& p, const int32_t* bounds, int64
     if (level.row_begin[r] < 0 || level.row_end[r] < level.row_begin[r])
       return "row_end" + at + ">= row_begin = " + str(level.row_begin[r]) + " >= 0; got " +
              str(level.row_end[r]) + ".";
+    const int64_t pages = (level.row_end[r] - level.row_begin[r] + level.index_step - 1) / level.index_step;
+    if (p.qo_indptr[r + 1] > p.qo_indptr[r] && level.kv_lens[r] > pages * level.page_size)
+      return "kv_lens" + at + "at most " + str(pages * level.page_size) + ", the capacity of its " +
+             str(pages) + " pages of " + str(level.page_size) + " tokens; got " + str(level.kv_lens[r]) + ".";
   }
   if (p.qo_indptr[p.num_requests] > num_tokens)
     return "qo_indptr[" + str(p.num_requests) + "]: expected at most the " + str(num_tokens) +
@@ -70,11 +74,6 @@ std::string check_page_ids(const AttentionParams& p) {
     const int64_t q_len = int64_t(p.qo_indptr[r + 1]) - p.qo_indptr[r];
     if (q_len == 0) continue;
     const int32_t kv_len = level.kv_lens[r];
-    const int64_t pages = (level.row_end[r] - level.row_begin[r] + level.index_step - 1) / level.index_step;
-    if (kv_len > pages * level.page_size)
-      return "kv_lens[" + str(r) + "]: expected at most " + str(pages * level.page_size) +
-             ", the capacity of its " + str(pages) + " pages of " + str(level.page_size) + " tokens; got " +
-             str(kv_len) + ".";
     const int32_t begin = StandardVariant::visible_keys(p, int32_t(kv_len - q_len), kv_len).begin;
     const int32_t end = StandardVariant::visible_keys(p, kv_len - 1, kv_len).end;
     for (int64_t page = std::max(begin, 0) / level.page_size; page * level.page_size < end; ++page) {

@@ -197,15 +197,18 @@ def test_page_ids_out_of_range_are_named_in_debug_mode(
         step.attn.run(**step.arguments)
 
 
-def test_lengths_beyond_the_row_are_named_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafted tokens of speculation may reach past the capacity of a request's row."""
-    monkeypatch.setenv("FI_BACKEND_DEBUG", "1")
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_t25_lengths_beyond_the_row(debug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafted tokens of speculation may reach past the capacity of a request's row of the table."""
+    monkeypatch.setenv("FI_BACKEND_DEBUG", debug)
     step = Step()
     table = PageTable.from_block_table(step.blocks[:, :5], step.kv_lens, page_size=16)
     step.attn.plan(step.starts, table)
     step.expect_refusal(
         ValueError, r"^kv_lens\[0\]: expected at most 80, the capacity of its 5 pages .*; got 90"
     )
+    step.kv_lens[0] = 80
+    step.attn.run(**step.arguments)
 
 
 def test_run_before_plan() -> None:

@@ -22,6 +22,9 @@ CPU_FLAGS = (
     *("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fvisibility=hidden"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-Wall", "-Wextra"),
 )
+# Bindings check arguments and call once; their templates are what a cold build would wait for at -O3
+# (8.9 s against 6 s of processor time for the attention binding, g++ 12).
+BIND_FLAGS = ("-O1",)
 HOST_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 DEFAULT_NVCC = Path("/usr/local/cuda/bin/nvcc")
 NVCC_FLAGS = (
@@ -42,7 +45,7 @@ class Toolchain:
 
     def key_flags(self) -> str:
         """Return the flags as one text for the cache key."""
-        return "\n".join((*self.cxx_flags, "--", *self.nvcc_flags))
+        return "\n".join((*self.cxx_flags, "--", *BIND_FLAGS, "--", *self.nvcc_flags))
 
 
 def toolchain(arch: str) -> Toolchain:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fi_backend.core.jit.compiler import ffi_library, include_dirs, ninja_binary, toolchain
+from fi_backend.core.jit.compiler import BIND_FLAGS, ffi_library, include_dirs, ninja_binary, toolchain
 from fi_backend.core.jit.module import ModuleSpec
 from fi_backend.env import child_environment
 
@@ -53,7 +53,8 @@ def write_build_file(path: Path, targets: list[Target]) -> int:
                 assert tools.nvcc is not None, "ModuleSpec admits .cu only with a CUDA arch"
                 command = [tools.nvcc, *tools.nvcc_flags, *common]
             else:
-                command = [tools.cxx, *tools.cxx_flags, *common]
+                binding = BIND_FLAGS if source.parent.name == "bind" else ()
+                command = [tools.cxx, *tools.cxx_flags, *binding, *common]
             command += ["-c", str(source), "-o", str(output)]
             lines += _edge(f"r{len(lines)}", command, [source], output)
             outputs.append(output)

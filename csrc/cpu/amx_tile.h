@@ -27,7 +27,7 @@ class AmxTile {
     values_ = arena.take<uint32_t>(int64_t(kKeyTile) / 2 * pad_dim(dim_v));
     masked_values_ = arena.take<uint32_t>(int64_t(kKeyTile) / 2 * pad_dim(dim_v));
     scores_ = arena.take<float>(amx::kRows * kRowBlock);
-    weights_ = arena.take<Element>(kKeyTile * kRowBlock);
+    weights_ = arena.take<Element>(int64_t(max_rows) * kKeyTile);
     spare_ = arena.take<float>(int64_t(kRowBlock) * pad_dim(dim_v));
   }
 
@@ -55,7 +55,6 @@ class AmxTile {
   void set_keys(const KV* const* rows, int begin, int end, F&) {
     begin_ = begin;
     end_ = end;
-    key_rows_ = rows;
     const bool whole = kInPlace && dim_ % 32 == 0;
     for (int g = 0; g < kGroups; ++g) {
       const int k0 = g * kRowBlock, k1 = k0 + kRowBlock;
@@ -92,9 +91,11 @@ class AmxTile {
     for (int d = 0; d < dim_; d += 32) {
       amx::load<4>(query_tile(first, d), amx::kRowBytes);
       step<0>(d);
+      ahead.step();
       step<1>(d);
       ahead.step();
       step<2>(d);
+      ahead.step();
       step<3>(d);
       ahead.step();
     }
@@ -124,38 +125,39 @@ class AmxTile {
           store_pairs(to + d, first ? load_32(rows[k] + d, dim_v_ - d) : _mm512_setzero_si512(),
                       second ? load_32(rows[k + 1] + d, dim_v_ - d) : _mm512_setzero_si512());
       }
-      // The keys come from the second cache level in time for the first product.
-      near(k);
-      near(k + 1);
       if (check) finite = finite && all_finite(to);
       ahead.step();
     }
     return finite;
   }
 
-  // o[row] = alpha[row] * o[row] + sum of s[row][key] * V[key]. `o` has 16 rows.
-  template <class F>
-  void add_values(const float* s, const float* alpha, int count, float* o, int o_stride, F& ahead) {
+  // First half of o[row] = alpha[row] * o[row] + sum of s[row][key] * V[key] for the rows of a block: all that
+  // needs no values. A tile cannot be loaded before what was stored to its lines has left the store buffer, so
+  // that other work should come before the second half.
+  void begin_sums(int first, int count, const float* s, const float* alpha, float* o, int o_stride) {
     for (int r = 0; r < count; ++r) {
-      set_weights(r, s + r * kKeyTile);
+      set_weights(first + r, s + r * kKeyTile);
       rescale(o + int64_t(r) * o_stride, alpha[r]);
     }
-    add_products(values_, o, o_stride, ahead);
   }
 
-  // The same for single rows, each with the values of the keys that it sees alone.
+  // Second half. `o` has 16 rows.
   template <class F>
-  void add_visible(const float* s, const float* alpha, const uint64_t* visible, int count, float* o, int o_stride,
-                   F& ahead) {
+  void finish_sums(int first, int, const float*, float* o, int o_stride, F& ahead) {
+    add_products(weights_ + int64_t(first) * kKeyTile, values_, o, o_stride, ahead);
+  }
+
+  // Second half for single rows, each with the values of the keys that it sees alone.
+  template <class F>
+  void finish_visible_sums(int first, int count, const float*, const uint64_t* visible, float* o, int o_stride,
+                           F& ahead) {
     const int columns = pad_dim(dim_v_);
     for (int r = 0; r < count; ++r) {
       if (!visible[r]) continue;
       float* row = o + int64_t(r) * o_stride;
-      set_weights(r, s + r * kKeyTile);
-      rescale(row, alpha[r]);
       mask_values(visible[r]);
       for (int d = 0; d < columns; d += kLanes) cpu::store(spare_ + r * columns + d, cpu::load(row + d));
-      add_products(masked_values_, spare_, columns, ahead);
+      add_products(weights_ + int64_t(first) * kKeyTile, masked_values_, spare_, columns, ahead);
       for (int d = 0; d < columns; d += kLanes) cpu::store(row + d, cpu::load(spare_ + r * columns + d));
     }
   }
@@ -183,12 +185,6 @@ class AmxTile {
     const Vec low = n >= kLanes ? load_as_float(p) : load_as_float(p, n);
     const Vec high = n >= 2 * kLanes ? load_as_float(p + kLanes) : n > kLanes ? load_as_float(p + kLanes, n - kLanes) : Vec{};
     return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-  }
-
-  void near(int key) const {
-    if (!kInPlace || key < begin_ || key >= end_) return;
-    const auto* at = reinterpret_cast<const char*>(key_rows_[key]);
-    for (const char* stop = at + dim_ * int64_t(sizeof(KV)); at < stop; at += 64) __builtin_prefetch(at, 0, 3);
   }
 
   uint32_t* query_tile(int first_row, int d) const {
@@ -278,7 +274,7 @@ class AmxTile {
   }
 
   template <class F>
-  void add_products(const uint32_t* values, float* o, int o_stride, F& ahead) {
+  void add_products(const Element* weights, const uint32_t* values, float* o, int o_stride, F& ahead) {
     const int64_t o_bytes = int64_t(o_stride) * 4, v_bytes = int64_t(v_stride_) * 4;
     const int columns = pad_dim(dim_v_), first_step = begin_ / 32, last_step = (end_ + 31) / 32;
     int d = 0;
@@ -289,14 +285,16 @@ class AmxTile {
       amx::load<3>(o + d + 48, o_bytes);
       for (int s = first_step; s < last_step; ++s) {
         const uint32_t* v = values + int64_t(s) * 16 * v_stride_ + d;
-        amx::load<4>(weights_ + s * 32, kKeyTile * int64_t(sizeof(Element)));
+        amx::load<4>(weights + s * 32, kKeyTile * int64_t(sizeof(Element)));
         amx::load<5>(v, v_bytes);
         amx::multiply_add<0, 4, 5>();
+        ahead.step();
         amx::load<6>(v + 16, v_bytes);
         amx::multiply_add<1, 4, 6>();
         ahead.step();
         amx::load<5>(v + 32, v_bytes);
         amx::multiply_add<2, 4, 5>();
+        ahead.step();
         amx::load<6>(v + 48, v_bytes);
         amx::multiply_add<3, 4, 6>();
         ahead.step();
@@ -309,7 +307,7 @@ class AmxTile {
     for (; d < columns; d += 16) {
       amx::load<0>(o + d, o_bytes);
       for (int s = first_step; s < last_step; ++s) {
-        amx::load<4>(weights_ + s * 32, kKeyTile * int64_t(sizeof(Element)));
+        amx::load<4>(weights + s * 32, kKeyTile * int64_t(sizeof(Element)));
         amx::load<5>(values + int64_t(s) * 16 * v_stride_ + d, v_bytes);
         amx::multiply_add<0, 4, 5>();
       }
@@ -321,7 +319,6 @@ class AmxTile {
   uint32_t *queries_ = nullptr, *values_ = nullptr, *masked_values_ = nullptr;
   Element *keys_ = nullptr, *weights_ = nullptr;
   float *scores_ = nullptr, *spare_ = nullptr;
-  const KV* const* key_rows_ = nullptr;
   const Element* key_group_[kGroups] = {};
   int64_t key_step_[kGroups] = {};
 };

@@ -194,23 +194,29 @@ class Executor {
 
     Prefetcher<KV> ahead(next, p_->head_dim, p_->head_dim_v);
     engine.set_keys(tokens.k, begin, end, ahead);
-    const bool finite = engine.set_values(tokens.v, rows_, !uniform, ahead);
     constexpr int kBlock = Engine::kRowBlock;
-    for (int r = 0; r < rows_; r += kBlock) {
-      const int n = std::min(kBlock, rows_ - r);
-      uint64_t any = 0;
-      for (int i = 0; i < n; ++i) any |= visible_[r + i];
-      if (any == 0) continue;
-      float* s = s_ + r * kKeyTile;
-      float* o = o_ + int64_t(r) * o_stride_;
+    const auto for_blocks = [&](auto f) {
+      for (int r = 0; r < rows_; r += kBlock) {
+        const int n = std::min(kBlock, rows_ - r);
+        uint64_t any = 0;
+        for (int i = 0; i < n; ++i) any |= visible_[r + i];
+        if (any) f(r, n, s_ + r * kKeyTile, o_ + int64_t(r) * o_stride_);
+      }
+    };
+    for_blocks([&](int r, int n, float* s, float* o) {
       engine.dot_keys(r, n, s, ahead);
       soften_rows(r, n, tile, ahead);
+      engine.begin_sums(r, n, s, alpha_ + r, o, o_stride_);
+    });
+    const bool finite = engine.set_values(tokens.v, rows_, !uniform, ahead);
+    for_blocks([&](int r, int n, float* s, float* o) {
       // Zero times NaN is NaN: where rows differ in what they see, a special value must not reach all of them.
       if (uniform || finite)
-        engine.add_values(s, alpha_ + r, n, o, o_stride_, ahead);
+        engine.finish_sums(r, n, s, o, o_stride_, ahead);
       else
-        engine.add_visible(s, alpha_ + r, visible_ + r, n, o, o_stride_, ahead);
-    }
+        engine.finish_visible_sums(r, n, s, visible_ + r, o, o_stride_, ahead);
+    });
+    ahead.finish();
   }
 
   void apply_mask(int32_t tile) {

@@ -91,15 +91,15 @@ void dot_keys(const float* q, int q_stride, const float* kt, int begin, int end,
   }
 }
 
-// o[r][d .. d + N lanes) = alpha[r] * o + sum over keys in [begin, end) of p[r][key] * rows[key][d ..).
+// o[r][d .. d + N lanes) += sum over keys in [begin, end) of p[r][key] * rows[key][d ..).
 template <int R, int N, class V, class F>
-void weigh_columns(const V* const* rows, const float* p, const float* alpha, int begin, int end, int d, float* o,
-                   int o_stride, F ahead) {
+void weigh_columns(const V* const* rows, const float* p, int begin, int end, int d, float* o, int o_stride,
+                   F ahead) {
   Vec acc[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int j = 0; j < N; ++j) acc[r][j] = load(o + int64_t(r) * o_stride + d + j * kLanes) * alpha[r];
+    for (int j = 0; j < N; ++j) acc[r][j] = load(o + int64_t(r) * o_stride + d + j * kLanes);
   for (int k = begin; k < end; ++k) {
     const V* row = rows[k] + d;
     Vec v[N];
@@ -121,19 +121,18 @@ void weigh_columns(const V* const* rows, const float* p, const float* alpha, int
 
 // The same over all columns; the rows of V have whole vectors.
 template <int R, class V, class F>
-void weigh_values(const V* const* rows, const float* p, const float* alpha, int begin, int end, int dim, float* o,
-                  int o_stride, F ahead) {
+void weigh_values(const V* const* rows, const float* p, int begin, int end, int dim, float* o, int o_stride,
+                  F ahead) {
   int d = 0;
   for (; d + kColVecs * kLanes <= dim; d += kColVecs * kLanes)
-    weigh_columns<R, kColVecs>(rows, p, alpha, begin, end, d, o, o_stride, ahead);
-  for (; d < dim; d += kLanes) weigh_columns<R, 1>(rows, p, alpha, begin, end, d, o, o_stride, ahead);
+    weigh_columns<R, kColVecs>(rows, p, begin, end, d, o, o_stride, ahead);
+  for (; d < dim; d += kLanes) weigh_columns<R, 1>(rows, p, begin, end, d, o, o_stride, ahead);
 }
 
 // One row over the keys whose bit is set, no other row of V being touched.
-inline void weigh_visible(const float* const* rows, const float* p, float alpha, uint64_t visible, int dim,
-                          float* o) {
+inline void weigh_visible(const float* const* rows, const float* p, uint64_t visible, int dim, float* o) {
   for (int d = 0; d < dim; d += kLanes) {
-    Vec acc = load(o + d) * alpha;
+    Vec acc = load(o + d);
     for (uint64_t bits = visible; bits; bits &= bits - 1) {
       const int k = __builtin_ctzll(bits);
       acc = fma(splat(p[k]), load(rows[k] + d), acc);

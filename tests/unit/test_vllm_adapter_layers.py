@@ -129,15 +129,19 @@ def test_a_step_is_counted_once_for_all_groups(config: Any) -> None:
     assert counters().snapshot().steps - before.steps == 1
 
 
-def test_a_loose_bound_on_the_host_changes_no_result(config: Any) -> None:
-    """With asynchronous scheduling the host knows only upper bounds of the lengths."""
+def test_lengths_that_shrink_after_planning_are_read_anew(config: Any) -> None:
+    """With asynchronous scheduling a step is planned with upper bounds; the layers see the exact lengths."""
     layer = _layer(config, "layer", sliding_window=9)
     cache = torch.randn(_cache().shape, generator=torch.Generator().manual_seed(1))
-    exact = _step(config, layer, _common([2, 1], [20, 33]), cache.clone())
-    bound = torch.tensor([31, 60], dtype=torch.int32)
-    loose = _step(config, layer, _common([2, 1], [20, 33], seq_lens_cpu_upper_bound=bound), cache.clone())
-    assert torch.equal(exact[:3], loose[:3])
-    assert not exact[:3].isnan().any()
+    q = torch.randn(3, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(2))
+    outputs = []
+    for planned in ([20, 33], [31, 60]):
+        common = _common([2, 1], planned)
+        metadata = _builder(config, ["layer"]).build(0, common)
+        common.seq_lens.copy_(torch.tensor([20, 33]))
+        outputs.append(layer.impl.forward(layer, q, q, q, cache, metadata, torch.full_like(q, math.nan)))
+    torch.testing.assert_close(outputs[0], outputs[1])
+    assert not outputs[0].isnan().any()
 
 
 def test_padding_rows_are_left_alone(config: Any) -> None:

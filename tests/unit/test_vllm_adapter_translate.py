@@ -100,9 +100,21 @@ def _common(bounds: torch.Tensor | None, device: str = "cpu") -> Any:
     )
 
 
-def test_kv_length_bounds_come_from_the_host() -> None:
+def test_host_lengths_are_exact_where_the_device_is_the_host() -> None:
+    too_small = torch.tensor([1, 1, 0], dtype=torch.int32)
+    assert compat.kv_len_bounds(_common(too_small), limit=100).tolist() == [5, 6]
+    assert compat.kv_len_bounds(_common(None), limit=100).tolist() == [5, 6]
+
+
+def test_a_device_is_never_waited_for() -> None:
+    """The tensors on the meta device would raise if they were read."""
     bounds = torch.tensor([7, 8, 0], dtype=torch.int32)
-    assert compat.kv_len_bounds(_common(bounds)).tolist() == [7, 8]
-    assert compat.kv_len_bounds(_common(None)).tolist() == [5, 6]
-    # A device tensor must not be waited for: the longest possible length stands in.
-    assert compat.kv_len_bounds(_common(None, device="meta")).tolist() == [9, 9]
+    assert compat.kv_len_bounds(_common(bounds, device="meta"), limit=100).tolist() == [7, 8]
+    assert compat.kv_len_bounds(_common(None, device="meta"), limit=100).tolist() == [9, 9]
+
+
+def test_drafts_widen_the_bounds_up_to_the_limit() -> None:
+    bounds = torch.tensor([7, 8, 0], dtype=torch.int32)
+    assert compat.kv_len_bounds(_common(bounds, device="meta"), drafts=4, limit=11).tolist() == [11, 11]
+    assert compat.kv_len_bounds(_common(None, device="meta"), drafts=4, limit=11).tolist() == [11, 11]
+    assert bounds.tolist() == [7, 8, 0], "vLLM's own tensor was written to"

@@ -194,17 +194,21 @@ def honour_choice_on_cpu(member: Any) -> None:
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
 
 
-def kv_len_bounds(common: Any) -> Any:
-    """Return upper bounds of the KV lengths, host int32 [requests], without waiting for the device."""
+def kv_len_bounds(common: Any, *, drafts: int = 0, limit: int) -> Any:
+    """Return upper bounds of the KV lengths, host int32 [requests], without waiting for the device.
+
+    drafts: tokens a draft model may have added to a request; vLLM (0.32) lengthens the requests of a
+    drafting step but not its host bounds, so that those alone are too small. limit: of any length.
+    """
     import torch
 
     requests = common.num_reqs
+    if common.seq_lens.device.type == "cpu":
+        return common.seq_lens[:requests]
     bounds = common.seq_lens_cpu_upper_bound
-    if bounds is None and common.seq_lens.device.type == "cpu":
-        bounds = common.seq_lens
     if bounds is None:
-        return torch.full((requests,), common.max_seq_len, dtype=torch.int32)
-    return bounds[:requests]
+        return torch.full((requests,), min(common.max_seq_len + drafts, limit), dtype=torch.int32)
+    return (bounds[:requests] + drafts).clamp_(max=limit) if drafts else bounds[:requests]
 
 
 class KVLayoutOf026:

@@ -16,7 +16,7 @@ from fi_backend.core.spec import AttentionSpec
 from fi_backend.errors import UnsupportedError
 
 from . import compat
-from .translate import step_limits
+from .translate import draft_tokens, step_limits
 from .workspace import batch_attention
 
 
@@ -44,9 +44,9 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
-        limits = step_limits(
-            vllm_config, attention_chunk_size=getattr(kv_cache_spec, "attention_chunk_size", None)
-        )
+        chunk = getattr(kv_cache_spec, "attention_chunk_size", None)
+        self._limits = step_limits(vllm_config, attention_chunk_size=chunk)
+        self._drafts = draft_tokens(vllm_config)
         self.block_size: int = kv_cache_spec.block_size
         # A step is planned once for each KV cache group and counted once.
         self._counts_steps = int(next(filter(_runs_here, layers.items()))[0] in layer_names)
@@ -56,23 +56,29 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
             declared: AttentionSpec = layers[name].impl.spec
             if declared not in self.attention:
                 spec = replace(declared, page_size=self.block_size, head_dim_v=layers[name].head_size_v)
-                self.attention[declared] = batch_attention(spec, limits, device)
+                self.attention[declared] = batch_attention(spec, self._limits, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FiMetadata:
-        """Plan a step; drafting and profiling steps come here too."""
-        common = common_attn_metadata
+        """Plan a step."""
+        return self._plan(common_attn_metadata, drafts=0)
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> FiMetadata:
+        """Plan a step of a draft model."""
+        return self._plan(common_attn_metadata, drafts=self._drafts)
+
+    def _plan(self, common: CommonAttentionMetadata, *, drafts: int) -> FiMetadata:
         if common.causal is not True:
-            raise UnsupportedError(
-                "causal: the fi back end runs causal decoder attention alone in this version."
-            )
+            raise UnsupportedError("causal: fi runs causal decoder attention alone in this version.")
         requests = common.num_reqs
         qo_indptr_host = common.query_start_loc_cpu[: requests + 1]
         table = PageTable.from_block_table(
             common.block_table_tensor[:requests], common.seq_lens[:requests], page_size=self.block_size
         )
-        kv_lens_host = compat.kv_len_bounds(common)
+        kv_lens_host = compat.kv_len_bounds(common, drafts=drafts, limit=self._limits.max_kv_len)
         for attention in self.attention.values():
             attention.plan(
                 common.query_start_loc[: requests + 1],

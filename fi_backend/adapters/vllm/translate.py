@@ -79,20 +79,26 @@ def refuse_unknown_options(options: Mapping[str, Any]) -> None:
         )
 
 
+def draft_tokens(vllm_config: Any) -> int:
+    """Return how many tokens a draft model may append to a request within one step."""
+    speculation = vllm_config.speculative_config
+    if speculation is None:
+        return 0
+    # Twice: parallel drafting adds as many mask slots again.
+    return 2 * ((speculation.num_speculative_tokens or 0) + 1)
+
+
 def step_limits(vllm_config: Any, *, attention_chunk_size: int | None = None) -> Limits:
     """Return what any step of this engine stays within.
 
     attention_chunk_size: for chunked local attention, where vLLM turns every chunk of a request that a
     step touches into a request of its own.
     """
-    scheduler = vllm_config.scheduler_config
-    requests, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-    kv_len = vllm_config.model_config.max_model_len
-    if (speculation := vllm_config.speculative_config) is not None:
-        # A drafter may append its slots to every request of a full step, past the model's length.
-        drafts = (speculation.num_speculative_tokens or 0) + 1
-        tokens += 2 * drafts * requests
-        kv_len += 2 * drafts
+    requests = vllm_config.scheduler_config.max_num_seqs
+    drafts = draft_tokens(vllm_config)
+    tokens = vllm_config.scheduler_config.max_num_batched_tokens + drafts * requests
     if attention_chunk_size is not None:
         requests = 2 * requests + -(-tokens // attention_chunk_size)
-    return Limits(max_requests=requests, max_tokens=tokens, max_kv_len=kv_len)
+    return Limits(
+        max_requests=requests, max_tokens=tokens, max_kv_len=vllm_config.model_config.max_model_len + drafts
+    )

@@ -174,12 +174,17 @@ def test_fp8_bytes_and_scales(config: Any) -> None:
     exact = _step(config, _layer(config, "layer"), common, _cache())[:3]
     layer = _layer(config, "layer", kv_cache_dtype="fp8")
     caches = []
-    for k_scale, v_scale in ((1.0, 1.0), (0.02, 0.03)):
-        layer._k_scale.fill_(k_scale)
-        layer._v_scale.fill_(v_scale)
+    for k_scale, v_scale in ((1.0, 1.0), (0.02, 0.03), ([0.02, 1.0], [1.0, 0.03])):
+        layer._k_scale = torch.tensor(k_scale)
+        layer._v_scale = torch.tensor(v_scale)
         caches.append(_cache(torch.uint8))
         torch.testing.assert_close(_step(config, layer, common, caches[-1])[:3], exact, atol=0.1, rtol=0.1)
-    assert not torch.equal(*caches), "the scales had no effect on what was written"
+    one, small, by_head = caches
+    assert not torch.equal(one, small), "the scales had no effect on what was written"
+    k, v = slice(0, HEAD_DIM), slice(HEAD_DIM, None)
+    assert torch.equal(by_head[:, 0, :, k], small[:, 0, :, k])
+    assert torch.equal(by_head[:, 1, :, k], one[:, 1, :, k])
+    assert torch.equal(by_head[:, 1, :, v], small[:, 1, :, v])
 
 
 def test_the_batch_invariant_mode_follows_vllms_switch(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,11 @@ class FiBackend(KVLayoutOf026, AttentionBackend):
         return True
 
     @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """Return True: an fp8 cache has one scale for K and one for V, or as many as KV heads."""
+        return True
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         """Return True: VLLM_BATCH_INVARIANT=1 turns the core's batch-invariant mode on."""
         return True

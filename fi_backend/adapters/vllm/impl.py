@@ -145,4 +145,5 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
     def _scales(self, layer: Any) -> dict[str, Tensor]:
         if not self._quantised:
             return {}
-        return {"k_scale": layer._k_scale.view(1), "v_scale": layer._v_scale.view(1)}
+        # One scale or one for each KV head.
+        return {"k_scale": layer._k_scale.view(-1), "v_scale": layer._v_scale.view(-1)}

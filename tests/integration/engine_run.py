@@ -5,6 +5,7 @@ usage: engine_run.py JOB.json RESULT.json
 
 JOB: {"preload": [modules whose install() is called first],
       "runs": [{"llm": arguments of vllm.LLM, "sabotage": null or a name of SABOTAGE,
+                "environment": variables for this run,
                 "batches": [{"prompts": [[token ids]], "max_tokens": n, "prompt_logprobs": bool,
                              "sampling": more of SamplingParams}]}]}
 RESULT: a list of one object a run, see `_run`.
@@ -31,7 +32,10 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     for name in job.get("preload", ()):
         importlib.import_module(name).install()
-    results = [_run(run) for run in job["runs"]]
+    results = []
+    for run in job["runs"]:
+        with patch.dict(os.environ, run.get("environment", {})):
+            results.append(_run(run))
     Path(sys.argv[2]).write_text(json.dumps(results))
 
 

@@ -126,6 +126,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "blocks of 8": {"block_size": 8},
     "blocks of 24": {"block_size": 24},
     "a mixed-case name": {"attention_backend": "Fi"},
+    # Blocks of all layers, or of one head of all layers, lie together: nothing is contiguous.
+    "layout BLNHC": {"environment": {"VLLM_KV_CACHE_LAYOUT": "BLNHC"}},
+    "layout BHLNC": {"environment": {"VLLM_KV_CACHE_LAYOUT": "BHLNC"}},
     **{name: {"sabotage": name} for name in SABOTAGES},
     "CPU_ATTN": {"attention_backend": "CPU_ATTN", "block_size": 32},
     DRAFTED: {
@@ -155,12 +158,12 @@ def variants(engine: Engine, copy_model: Callable[..., Path]) -> dict[str, dict[
     runs = []
     for variant in VARIANTS.values():
         changes = dict(variant)
-        sabotage = changes.pop("sabotage", None)
+        run = {key: changes.pop(key) for key in ("sabotage", "environment") if key in changes}
         model = copy_model(changes.pop("head_dim", 64))
         llm = _arguments(model, **{**SMALL, **changes})
         if "model" in llm.get("speculative_config", ()):
             llm["speculative_config"] = {**llm["speculative_config"], "model": str(model)}
-        runs.append({"llm": llm, "sabotage": sabotage, "batches": [_batch(prompts, ANSWER)] * 2})
+        runs.append({**run, "llm": llm, "batches": [_batch(prompts, ANSWER)] * 2})
     return dict(zip(VARIANTS, engine(*runs), strict=True))
 
 
@@ -173,6 +176,11 @@ def test_variants_give_the_answer(variants: Any, name: str) -> None:
     _, answers = copy_questions((60, 333, 1500), ANSWER)
     assert _texts(variants[name]) == [answers, answers]
     assert_served(variants[name], LAYERS)
+
+
+def test_layouts_were_honoured(variants: Any) -> None:
+    for layout in ("BLNHC", "BHLNC"):
+        assert f"Using {layout} KV cache layout" in variants[f"layout {layout}"]["log"]
 
 
 def test_speculation_was_accepted(variants: Any) -> None:

@@ -6,8 +6,11 @@ Elsewhere the bits follow from the plan: other threads, other queues or other pa
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from attention_batch import SPLIT_COSTS
 from engine_memory import Layout
 from examples import share
 from hypothesis import given
@@ -36,7 +39,7 @@ def specs(dtype: str, kv_dtype: str) -> st.SearchStrategy[AttentionSpec]:
         group=st.sampled_from((1, 2, 3, 4, 8)),
         head_dim=st.sampled_from((64, 128, 40, 17)),
         page_size=st.sampled_from((16, 8, 1)),
-        window_left=st.sampled_from((-1, -1, 0, 50, 130)),
+        window_left=st.sampled_from((-1, -1, 0, 50, 130, 333)),
         logits_soft_cap=st.sampled_from((0.0, 20.0)),
         alibi=st.booleans(),
         sinks=st.booleans(),
@@ -50,9 +53,12 @@ def test_any_split_batch_bound_and_worker_count_gives_equal_bits(dtype: str, kv_
     @share(40)
     @given(specs(dtype, kv_dtype), st.data())
     def run(spec: AttentionSpec, data: st.DataObject) -> None:
-        length = data.draw(st.integers(2, 400), label="length")
+        length = data.draw(st.integers(2, 500), label="length")
         sequence = Sequence.random(spec, length, seed=1)
-        [(out, lse)] = compute(spec, [(sequence, 0, length)], num_ctas=1)
+        # A chunk of one KV tile, and chunks of several: where tiles begin matters in the latter only.
+        grid = data.draw(st.sampled_from((64, 192, 256)), label="grid")
+        costs = replace(SPLIT_COSTS, invariant_grid=grid)
+        [(out, lse)] = compute(spec, [(sequence, 0, length)], num_ctas=1, costs=costs)
         cuts = data.draw(
             st.lists(st.integers(1, length - 1), max_size=4, unique=True).map(sorted), label="cuts"
         )
@@ -71,6 +77,7 @@ def test_any_split_batch_bound_and_worker_count_gives_equal_bits(dtype: str, kv_
                 num_ctas=data.draw(st.sampled_from((1, 2, 16, 64)), label="num_ctas"),
                 threads=data.draw(st.integers(1, 3), label="threads"),
                 planned_queues=data.draw(st.booleans(), label="planned queues"),
+                costs=costs,
             )
             assert_same(f"tokens {begin}..{end}", results[place], (out[begin:end], lse[begin:end]))
 

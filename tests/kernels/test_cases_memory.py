@@ -12,6 +12,7 @@ from attention_batch import SPLIT_COSTS, Batch, EngineState, check, torch_thread
 from engine_memory import Layout
 from numeric import assert_bitwise_equal, assert_close, assert_lse_close
 from oracle import attention, gather
+from sequences import Sequence, compute, expected
 from torch import Tensor
 from virtual import virtual_zeros
 
@@ -238,3 +239,31 @@ def test_t55_a_page_may_appear_twice(page_size: int, q_len: int) -> None:
     pages = [[3, 7, 3, 3, 1], [7, 3, 8], [3]]
     lens = [5 * page_size, max(1, 3 * page_size - 2), page_size]
     expect_oracle(spec, normal(q_len + 2, 4, 64, seed=3), k, v, pages, lens, [q_len, 1, 1])
+
+
+@pytest.mark.parametrize(("which", "value"), [("k", math.nan), ("v", math.nan), ("v", -math.inf)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [-1, 20])
+@pytest.mark.parametrize(("dim", "q_len"), [(64, 1), (64, 90), (40, 7), (128, 90)])
+def test_t21_a_special_value_reaches_only_the_rows_that_see_it(
+    which: str, value: float, dtype: str, window: int, dim: int, q_len: int
+) -> None:
+    """0 * NaN again, of a token that another row sees: rows before it, or past its window, are fine."""
+    spec = AttentionSpec(4, 2, dim, dtype=dtype, window_left=window)
+    with torch_threads(1):
+        clean = Sequence.random(spec, 100, seed=1)
+        for place in (5, 63, 64, 97, 99):
+            k, v = clean.k.clone(), clean.v.clone()
+            (k if which == "k" else v)[place, 1, 3] = value
+            part = (Sequence(clean.q, k, v), 100 - q_len, 100)
+            [(out, lse)] = compute(spec, [part])
+            position = torch.arange(100 - q_len, 100)
+            sees = (position >= place) & ((window < 0) | (position - place <= window))
+            o, expected_lse, amplitude = expected(spec, (clean, *part[1:]))
+            for fine, heads in ((~sees, slice(None)), (slice(None), slice(0, 2))):
+                assert_close(
+                    "out", out[fine][:, heads], o[fine][:, heads], amplitude=amplitude[fine][:, heads]
+                )
+                assert_lse_close("lse", lse[fine][:, heads], expected_lse[fine][:, heads])
+            hit = out[sees][:, 2:]
+            assert not (hit if which == "k" else hit[..., 3]).isfinite().any(), "a visible one is not hidden"

@@ -134,7 +134,9 @@ class VllmServer:
 
     def _why(self) -> str:
         """The first error in the log, which the last lines seldom show, and the last lines."""
-        errors = re.findall(r"^(?!.* WARNING ).*\b\w+Error: .*$", self.log.read_text(errors="replace"), re.MULTILINE)
+        errors = re.findall(
+            r"^(?!.* WARNING ).*\b\w+Error: .*$", self.log.read_text(errors="replace"), re.MULTILINE
+        )
         return f"\nfirst error: {errors[0] if errors else 'none'}\nend of the log:\n{self.log_tail()}"
 
 

@@ -54,7 +54,7 @@ class BatchAttention:
         self.planner = Planner(
             spec,
             Limits(max_requests, max_tokens, max_kv_len),
-            num_ctas=num_ctas or torch.get_num_threads(),
+            num_ctas=torch.get_num_threads() if num_ctas is None else num_ctas,
             costs=costs or CostModel.for_device(self.device),
             planned_queues=planned_queues,
         )

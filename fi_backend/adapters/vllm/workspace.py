@@ -13,6 +13,7 @@ import torch
 from fi_backend.core.append import append_kv
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.planner import Limits
+from fi_backend.core.prepare import prepare
 from fi_backend.core.spec import AttentionSpec
 
 _ALIGNMENT = 128
@@ -44,6 +45,7 @@ def batch_attention(spec: AttentionSpec, limits: Limits, device: torch.device) -
 @cache
 def _prepare(spec: AttentionSpec, limits: Limits, device: torch.device) -> int:
     """Load the kernels of `spec`; return the bytes of scratch memory that it needs."""
+    prepare(spec)
     nothing = torch.empty(0, spec.num_kv_heads, spec.head_dim, device=device)
     append_kv(nothing, nothing, nothing, nothing, torch.empty(0, dtype=torch.int64, device=device))
     return _construct(spec, limits, device, None).workspace_size()

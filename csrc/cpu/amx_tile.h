@@ -26,7 +26,7 @@ class AmxTile {
     keys_ = arena.take<Element>(int64_t(kKeyTile) * pad_dim(dim));
     values_ = arena.take<uint32_t>(int64_t(kKeyTile) / 2 * pad_dim(dim_v));
     masked_values_ = arena.take<uint32_t>(int64_t(kKeyTile) / 2 * pad_dim(dim_v));
-    scores_ = arena.take<float>(amx::kRows * kRowBlock);
+    scores_ = arena.take<float>(kKeyTile * kRowBlock);
     weights_ = arena.take<Element>(int64_t(max_rows) * kKeyTile);
     spare_ = arena.take<float>(int64_t(kRowBlock) * pad_dim(dim_v));
   }
@@ -99,11 +99,13 @@ class AmxTile {
       step<3>(d);
       ahead.step();
     }
-    finish<0>(s, count);
-    finish<1>(s, count);
+    spill<0>();
+    spill<1>();
+    spill<2>();
+    spill<3>();
     ahead.step();
-    finish<2>(s, count);
-    finish<3>(s, count);
+    for (int g = 0; g < kGroups; ++g)
+      if (key_group_[g]) count <= 4 ? transpose_four_rows(g, s) : transpose_rows(g, s);
     ahead.step();
   }
 
@@ -228,22 +230,25 @@ class AmxTile {
   }
 
   template <int G>
-  void finish(float* s, int count) {
-    if (!key_group_[G]) return;
-    amx::store<G>(scores_, amx::kRowBytes);
-    float* to = s + G * kRowBlock;
-    if (count <= 4) return transpose_four_rows(to);
+  void spill() {
+    if (key_group_[G]) amx::store<G>(scores_ + G * amx::kRows * kRowBlock, amx::kRowBytes);
+  }
+
+  void transpose_rows(int group, float* s) const {
+    const float* from = scores_ + group * amx::kRows * kRowBlock;
     Vec rows[kLanes];
-    for (int i = 0; i < kLanes; ++i) rows[i] = cpu::load(scores_ + i * kLanes);
+    for (int i = 0; i < kLanes; ++i) rows[i] = cpu::load(from + i * kLanes);
     transpose(rows);
-    for (int i = 0; i < kLanes; ++i) cpu::store(to + i * kKeyTile, rows[i]);
+    for (int i = 0; i < kLanes; ++i) cpu::store(s + i * kKeyTile + group * kRowBlock, rows[i]);
   }
 
   // Decoding fills few of the 16 columns.
-  void transpose_four_rows(float* to) const {
+  void transpose_four_rows(int group, float* s) const {
+    const float* from = scores_ + group * amx::kRows * kRowBlock;
+    float* to = s + group * kRowBlock;
     __m512 part[4];  // lane l of part[i]: the first four columns of key 4 l + i
     for (int i = 0; i < 4; ++i) {
-      const float* key = scores_ + i * kLanes;
+      const float* key = from + i * kLanes;
       const __m256 low = _mm256_set_m128(_mm_load_ps(key + 4 * kLanes), _mm_load_ps(key));
       const __m256 high = _mm256_set_m128(_mm_load_ps(key + 12 * kLanes), _mm_load_ps(key + 8 * kLanes));
       part[i] = (__m512)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)low), (__m256i)high, 1);

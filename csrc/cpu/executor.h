@@ -173,7 +173,7 @@ class Executor {
         std::fill_n(o, o_stride_, 0.0f);
         continue;
       }
-      lse_[r] = softmax_[r].max + std::log(softmax_[r].sum);
+      lse_[r] = softmax_[r].lse();
       with_engine([&](auto& engine) { engine.finish_row(o); });
       // Adding zero clears the sign of an underflown zero, which depends on skipped tiles.
       for (int d = 0; d < o_stride_; d += kLanes) store(o + d, load(o + d) / softmax_[r].sum + 0.0f);
@@ -265,16 +265,22 @@ class Executor {
   void soften_rows(int first, int count, int32_t tile, F& ahead) {
     for (int r = first; r < first + count; ++r) {
       float* s = s_ + r * kKeyTile;
-      if (!Variant::has_transform(*p_)) {
-        alpha_[r] = soften(s, visible_[r], logit_scale_, softmax_[r], [](Vec x, int) { return x; });
-      } else {
-        LogitIndexOf<IVec> index{request_, token_[r], q_pos0_ + token_[r], {}, qo_head_[r], kv_head_};
-        alpha_[r] = soften(s, visible_[r], logit_scale_, softmax_[r], [&](Vec x, int key) {
-          for (int i = 0; i < kLanes; ++i) index.kv_pos[i] = tile + key + i;
-          return Variant::template logits_transform<VecMath>(*p_, x, index);
-        });
-      }
+      // A negative scale would turn the order of the logits around.
+      const bool plain = !Variant::has_transform(*p_) && logit_scale_ > 0.0f;
+      if (!plain) transform_row(r, tile);
+      alpha_[r] = soften(s, visible_[r], plain ? logit_scale_ * kLog2E : kLog2E, softmax_[r]);
       ahead.step();
+    }
+  }
+
+  void transform_row(int r, int32_t tile) {
+    LogitIndexOf<IVec> index{request_, token_[r], q_pos0_ + token_[r], {}, qo_head_[r], kv_head_};
+    for (int k = 0; k < kKeyTile; k += kLanes) {
+      float* s = s_ + r * kKeyTile + k;
+      for (int i = 0; i < kLanes; ++i) index.kv_pos[i] = tile + k + i;
+      Vec x = load(s) * logit_scale_;
+      if (Variant::has_transform(*p_)) x = Variant::template logits_transform<VecMath>(*p_, x, index);
+      store(s, x);
     }
   }
 

@@ -61,8 +61,25 @@ inline Vec max(Vec a, Vec b) {
 #endif
 }
 
-inline Vec bits_to_float(UVec u) { return (Vec)u; }
-inline UVec float_to_bits(Vec v) { return (UVec)v; }
+// Lanes of x whose bit is set, `otherwise` in the others.
+inline Vec select_bits(uint64_t bits, Vec x, float otherwise) {
+#if defined(FI_AVX512)
+  return (Vec)_mm512_mask_mov_ps((__m512)splat(otherwise), __mmask16(bits), (__m512)x);
+#else
+  UVec lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = 1u << i;
+  return (lane & uint32_t(bits)) != 0u ? x : splat(otherwise);
+#endif
+}
+
+// max(x, floor) in lanes whose bit is set, floor in the others.
+inline Vec max_where(uint64_t bits, Vec x, Vec floor) {
+#if defined(FI_AVX512)
+  return (Vec)_mm512_mask_max_ps((__m512)floor, __mmask16(bits), (__m512)x, (__m512)floor);
+#else
+  return max(select_bits(bits, x, -kInfinity), floor);
+#endif
+}
 
 namespace detail {
 
@@ -96,9 +113,55 @@ inline float reduce_add(Vec v) {
   return reduce(v, [](Vec a, Vec b) { return a + b; });
 }
 
-// exp for x <= 88, relative error below 2e-7; zero below the smallest normal number, NaN stays NaN.
-inline Vec exp(Vec x) {
+namespace detail {
+
+// 2^(x - n) for the integer n next to x, and n as the low bits of a float.
+struct Exp2Parts {
+  Vec mantissa, shifted;
+};
+
+inline Exp2Parts exp2_parts(Vec x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low mantissa bits
+  const Vec shifted = x + kRound;
+  const Vec r = x - (shifted - kRound);
+  Vec p = splat(0.00015594838258f);
+  p = fma(p, r, splat(0.00134067051248f));
+  p = fma(p, r, splat(0.00961769224224f));
+  p = fma(p, r, splat(0.055503103827f));
+  p = fma(p, r, splat(0.240226527881f));
+  p = fma(p, r, splat(0.693147215055f));
+  return {fma(p, r, splat(1.0f)), shifted};
+}
+
+inline Vec scale_by_exponent(Vec x, Vec shifted) {
+  const IVec exponent = (IVec)shifted << 23;
+  return x * (Vec)(exponent + 0x3f800000);
+}
+
+}  // namespace detail
+
+// 2^x for x < 128, relative error below 2e-7; zero where it would be subnormal, NaN stays NaN.
+inline Vec exp2(Vec x) {
+  const detail::Exp2Parts e = detail::exp2_parts(x);
+  return x < -126.0f ? Vec{} : detail::scale_by_exponent(e.mantissa, e.shifted);
+}
+
+// The same in lanes whose bit is set, zero in the others.
+inline Vec exp2_where(uint64_t bits, Vec x) {
+#if defined(FI_AVX512)
+  const detail::Exp2Parts e = detail::exp2_parts(x);
+  const __mmask16 kept = _mm512_mask_cmp_ps_mask(__mmask16(bits), (__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return (Vec)_mm512_maskz_mov_ps(kept, (__m512)detail::scale_by_exponent(e.mantissa, e.shifted));
+#else
+  return select_bits(bits, exp2(x), 0.0f);
+#endif
+}
+
+inline float exp2(float x) { return exp2(splat(x))[0]; }
+
+// e^x for x <= 88, as accurate: x = (n + f) ln 2 with ln 2 in two parts.
+inline Vec exp(Vec x) {
+  constexpr float kRound = 12582912.0f;
   const Vec shifted = fma(x, splat(1.44269504f), splat(kRound));
   const Vec n = shifted - kRound;
   Vec r = fma(n, splat(-0.693359375f), x);
@@ -109,9 +172,7 @@ inline Vec exp(Vec x) {
   p = fma(p, r, splat(0.16666520399f));
   p = fma(p, r, splat(0.499999934321f));
   p = fma(p * r, r, r) + 1.0f;
-  const IVec exponent = (IVec)shifted << 23;
-  const Vec scale = (Vec)(exponent + 0x3f800000);
-  return x < -87.33654f ? Vec{} : p * scale;
+  return x < -87.33654f ? Vec{} : detail::scale_by_exponent(p, shifted);
 }
 
 inline float exp(float x) { return exp(splat(x))[0]; }

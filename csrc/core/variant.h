@@ -46,7 +46,8 @@ struct StandardVariant {
   FI_HOST_DEVICE static KeyRange visible_keys(const AttentionParams& p, int32_t q_pos, int32_t kv_len) {
     int32_t begin = 0, end = kv_len;
     if (p.causal && q_pos + 1 < end) end = q_pos + 1;
-    if (p.window_left >= 0 && q_pos - p.window_left > begin) begin = q_pos - p.window_left;
+    // A difference of the two could leave 32 bits: a negative position minus a huge window.
+    if (p.window_left >= 0 && q_pos > p.window_left) begin = q_pos - p.window_left;
     if (end < begin) end = begin;
     return {begin, end};
   }

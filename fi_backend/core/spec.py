@@ -11,6 +11,7 @@ from fi_backend.errors import UnsupportedError
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 MAX_HEAD_DIM = 512
+_MAX_INT = 2**31 - 1  # kernels count in 32 bits
 
 
 def dtype_name(value: object) -> str:
@@ -27,12 +28,11 @@ def dtype_name(value: object) -> str:
     return name
 
 
-def _positive(name: str, value: int, upper: int | None = None) -> int:
+def _positive(name: str, value: int, upper: int = _MAX_INT) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an int; got {value!r} of type {type(value).__name__}.")
-    if value < 1 or (upper is not None and value > upper):
-        bound = f"1..{upper}" if upper else ">= 1"
-        raise ValueError(f"{name}: expected {bound}; got {value}.")
+    if not 1 <= value <= upper:
+        raise ValueError(f"{name}: expected 1..{upper}; got {value}.")
     return value
 
 
@@ -45,7 +45,7 @@ class AttentionSpec:
     dtype: of Q and of the output: float32, float16 or bfloat16.
     kv_dtype: of the KV cache (default: dtype); fp8 caches are read with k_scale and v_scale.
     page_size: tokens of one page of the KV cache, any integer from 1 (the block column size Bc).
-    scale: softmax scale (default: head_dim ** -0.5).
+    scale: softmax scale (0, the default: head_dim ** -0.5).
     causal: key j is visible to query token i when j <= kv_len - q_len + i (bottom-right alignment).
     window_left: keys more than this many tokens before the query are masked; 0 keeps the query's own
         token only, -1 switches the window off.
@@ -99,8 +99,10 @@ class AttentionSpec:
         for name in ("causal", "alibi", "sinks", "custom_mask", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: expected True or False; got {getattr(self, name)!r}.")
-        if self.window_left < -1:
-            raise ValueError(f"window_left: expected -1 (off) or >= 0 tokens; got {self.window_left}.")
+        if not -1 <= self.window_left <= _MAX_INT:
+            raise ValueError(
+                f"window_left: expected -1 (off) or 0..{_MAX_INT} tokens; got {self.window_left}."
+            )
         self._set("logits_soft_cap", self._finite("logits_soft_cap", self.logits_soft_cap))
         if self.logits_soft_cap < 0:
             raise ValueError(f"logits_soft_cap: expected 0 (off) or > 0; got {self.logits_soft_cap}.")

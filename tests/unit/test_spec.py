@@ -51,15 +51,24 @@ def test_any_head_dim_and_group(dim: int, heads: tuple[int, int]) -> None:
 
 
 BAD = {
-    "num_qo_heads": [(0, ValueError), (-4, ValueError), (3, ValueError), (4.0, TypeError), (True, TypeError)],
+    "num_qo_heads": [
+        *((0, ValueError), (-4, ValueError), (3, ValueError), (2**31, ValueError)),
+        *((4.0, TypeError), (True, TypeError)),
+    ],
     "num_kv_heads": [(0, ValueError), ("2", TypeError), (3, ValueError)],
     "head_dim": [(0, ValueError), (513, ValueError), (64.0, TypeError), (None, TypeError)],
     "head_dim_v": [(-1, ValueError), (513, ValueError), (1.5, TypeError)],
-    "page_size": [(0, ValueError), (-16, ValueError), (16.0, TypeError), (True, TypeError)],
+    "page_size": [
+        *((0, ValueError), (-16, ValueError), (2**31, ValueError), (16.0, TypeError), (True, TypeError))
+    ],
     "dtype": [("float8_e4m3fn", UnsupportedError), ("int8", TypeError), ("half", TypeError), (3, TypeError)],
     "kv_dtype": [("uint8", TypeError), (np.float64, TypeError)],
     "scale": [(math.nan, ValueError), (math.inf, ValueError), ("1", TypeError), (True, TypeError)],
-    "window_left": [(-2, ValueError), (1.0, TypeError), (None, TypeError), (False, TypeError)],
+    # 2**32 + 5 would be a window of 5 in 32 bits.
+    "window_left": [
+        *((-2, ValueError), (2**31, ValueError), (2**32 + 5, ValueError)),
+        *((1.0, TypeError), (None, TypeError), (False, TypeError)),
+    ],
     "logits_soft_cap": [(-1.0, ValueError), (math.nan, ValueError), (None, TypeError), (True, TypeError)],
     "causal": [(1, TypeError), ("yes", TypeError), (None, TypeError)],
     "alibi": [(0, TypeError)],

@@ -14,13 +14,13 @@ namespace {
 using tvm::ffi::TensorView;
 
 // The int64 vector that Python builds once per BatchAttention (fi_backend/core/planner.py).
-constexpr int64_t kConfigFields = 20;
+constexpr int64_t kConfigFields = 19;
 
 PlannerConfig read_config(TensorView config) {
   if (config.ndim() != 1 || config.size(0) != kConfigFields)
     TVM_FFI_THROW(ValueError) << "config: expected " << kConfigFields << " int64 values; got "
                               << config.numel();
-  const auto* v = static_cast<const int64_t*>(config.data_ptr());
+  const auto* v = bind::data<const int64_t>(config);
   PlannerConfig c{};
   c.limits = {v[0], v[1], v[2]};
   c.num_kv_heads = int32_t(v[3]);
@@ -60,7 +60,7 @@ void sizes(TensorView config, int64_t head_dim_v, TensorView out) {
       l.items,           l.units,          l.parts,
       l.kv_len_bounds,   l.queue_begin,    l.queue_entries,
       l.counters,        l.total,          scratch_layout(cap, c.num_kv_heads, int32_t(head_dim_v)).total};
-  std::copy(std::begin(values), std::end(values), static_cast<int64_t*>(out.data_ptr()));
+  std::copy(std::begin(values), std::end(values), bind::data<int64_t>(out));
 }
 
 void plan(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorView buffer) {

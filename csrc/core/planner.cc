@@ -229,9 +229,10 @@ PlanCapacity plan_capacity(const PlannerConfig& config) {
   const int64_t units = std::min(tiles, splits);
   const int64_t height = std::min<int64_t>(kMaxQueryTile, rows);
   const int64_t items = tiles + splits;
-  const int64_t entries = config.planned_queues ? items * config.num_kv_heads : 0;
+  const int64_t tickets = items * config.num_kv_heads;
+  const int64_t entries = config.planned_queues ? tickets : 0;
   const int64_t counters = 1 + units * config.num_kv_heads;
-  for (int64_t v : {rows, items, states * height, entries, counters, config.limits.max_requests})
+  for (int64_t v : {rows, tickets, states * height, counters, config.limits.max_requests})
     if (v > std::numeric_limits<int32_t>::max())
       fail("max_requests, max_tokens: expected a plan of fewer than 2^31 entries; got " + std::to_string(v) +
            ".");

@@ -122,7 +122,6 @@ class Planner:
                 costs.alpha,
                 *costs.beta,
                 costs.part_cost,
-                0,
             ],
             dtype=torch.int64,
         )

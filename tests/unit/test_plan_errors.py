@@ -111,6 +111,14 @@ def test_num_ctas_is_checked(num_ctas: Any, kind: type[Exception]) -> None:
         Planner(AttentionSpec(1, 1, 64), Limits(1, 1, 1), num_ctas=num_ctas, costs=CostModel())
 
 
+def test_limits_whose_tickets_do_not_fit_int32_are_refused_at_construction() -> None:
+    """A ticket is (item, KV head): the counter that CTAs draw them from has 32 bits."""
+    limits = Limits(2**16, 2**16, 10)
+    with pytest.raises(ValueError, match=r"expected a plan of fewer than 2\^31 entries; got 42950"):
+        Planner(AttentionSpec(2**16, 2**16, 64), limits, num_ctas=1, costs=CostModel())
+    Planner(AttentionSpec(2**14, 2**14, 64), limits, num_ctas=1, costs=CostModel())
+
+
 @pytest.mark.parametrize("tokens", [2**25, 2**26, 2**31 - 1])
 def test_limits_whose_packed_rows_do_not_fit_int32_are_refused_at_construction(tokens: int) -> None:
     with pytest.raises(ValueError, match=r"max_tokens: expected a plan of fewer than 2\^31 entries; got"):

@@ -13,10 +13,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+_MAX_TOKENS = 2**31 - 1
 
-def _expect(condition: bool, name: str, expected: str, got: object, hint: str = "") -> None:
-    if not condition:
-        raise ValueError(f"{name}: expected {expected}; got {got}.{' ' + hint if hint else ''}")
+
+def _wrong(name: str, expected: str, got: object) -> ValueError:
+    return ValueError(f"{name}: expected {expected}; got {got}.")
 
 
 def _expect_int(name: str, tensor: Tensor, dtype: torch.dtype, ndim: int) -> None:
@@ -27,7 +28,18 @@ def _expect_int(name: str, tensor: Tensor, dtype: torch.dtype, ndim: int) -> Non
             f"{name}: expected dtype {dtype}; got {tensor.dtype}. Convert it with .to({dtype}) once, "
             "outside the step loop."
         )
-    _expect(tensor.dim() == ndim, name, f"{ndim} dimension(s)", f"shape {tuple(tensor.shape)}")
+    if tensor.dim() != ndim:
+        raise _wrong(name, f"{ndim} dimension(s)", f"shape {tuple(tensor.shape)}")
+
+
+def _expect_page_size(page_size: int) -> None:
+    if page_size < 1:
+        raise _wrong("page_size", ">= 1", page_size)
+
+
+def _expect_unit_columns(name: str, table: Tensor) -> None:
+    if table.shape[1] > 1 and table.stride(1) != 1:
+        raise _wrong(name, "unit stride in its second dimension", table.stride())
 
 
 def _expect_integers(name: str, tensor: Tensor) -> None:
@@ -37,15 +49,30 @@ def _expect_integers(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name}: expected torch.int32 or torch.int64; got {tensor.dtype}.")
 
 
+def _expect_starts(name: str, starts: Tensor) -> None:
+    if starts.dim() != 1 or starts.numel() < 1:
+        raise _wrong(name, "[requests + 1]", tuple(starts.shape))
+
+
+def _expect_lengths(name: str, lens: Tensor) -> None:
+    """int64 lengths that are about to become int32."""
+    over = (lens > _MAX_TOKENS).nonzero()
+    if over.numel():
+        row = int(over[0])
+        raise _wrong(name, f"at most {_MAX_TOKENS} KV tokens a request", f"{int(lens[row])} in row {row}")
+
+
 @lru_cache(maxsize=64)
-def _affine_rows(capacity: int, stride: int, offset: int, device: str) -> Tensor:
+def _affine(capacity: int, stride: int, offset: int, device: torch.device) -> Tensor:
     return torch.arange(capacity, dtype=torch.int64, device=device) * stride + offset
 
 
-def _rows(num_rows: int, stride: int, offset: int, device: torch.device) -> Tensor:
-    """Row starts ``i * stride + offset``: made once per stride and sliced, so a step allocates nothing."""
-    capacity = max(64, 1 << (num_rows - 1).bit_length()) if num_rows else 64
-    return _affine_rows(capacity, stride, offset, str(device))[:num_rows]
+@lru_cache(maxsize=4096)
+def _row_bounds(num_rows: int, stride: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Starts ``i * stride`` and ends ``i * stride + width``: made once, so that a step allocates nothing."""
+    capacity = 1 << max(6, num_rows.bit_length())
+    begin, end = (_affine(capacity, stride, offset, device) for offset in (0, width))
+    return begin[:num_rows], end[:num_rows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,17 +111,14 @@ class PageTable:
         _expect_int("block_table", block_table, torch.int32, 2)
         _expect_int("kv_lens", kv_lens, torch.int32, 1)
         rows, width = block_table.shape
-        _expect(kv_lens.shape[0] == rows, "kv_lens", f"{rows} entries, one a row", kv_lens.shape[0])
-        _expect(page_size >= 1, "page_size", ">= 1", page_size)
-        _expect(
-            width <= 1 or block_table.stride(1) == 1,
-            "block_table",
-            "unit stride in its second dimension",
-            block_table.stride(),
-        )
-        stride = block_table.stride(0) if rows > 1 else width
-        begin = _rows(rows, stride, 0, block_table.device)
-        return cls(block_table, begin, _rows(rows, stride, width, block_table.device), kv_lens, page_size)
+        if kv_lens.shape[0] != rows:
+            raise _wrong("kv_lens", f"{rows} entries, one a row", kv_lens.shape[0])
+        _expect_page_size(page_size)
+        _expect_unit_columns("block_table", block_table)
+        # The stride of a single row, or of rows without entries, is arbitrary.
+        stride = block_table.stride(0) if rows > 1 and width else width
+        begin, end = _row_bounds(rows, stride, width, block_table.device)
+        return cls(block_table, begin, end, kv_lens, page_size)
 
     @classmethod
     def from_token_table(
@@ -109,15 +133,11 @@ class PageTable:
         _expect_int("token_table", token_table, torch.int32, 2)
         _expect_int("kv_lens", kv_lens, torch.int32, 1)
         _expect_integers("rows", rows)
-        _expect(rows.shape == kv_lens.shape, "rows", f"shape {tuple(kv_lens.shape)}", tuple(rows.shape))
-        _expect(page_size >= 1, "page_size", ">= 1", page_size)
+        if rows.shape != kv_lens.shape:
+            raise _wrong("rows", f"shape {tuple(kv_lens.shape)}", tuple(rows.shape))
+        _expect_page_size(page_size)
+        _expect_unit_columns("token_table", token_table)
         width = token_table.shape[1]
-        _expect(
-            width <= 1 or token_table.stride(1) == 1,
-            "token_table",
-            "unit stride in its second dimension",
-            token_table.stride(),
-        )
         begin = rows.to(torch.int64) * token_table.stride(0)
         return cls(token_table, begin, begin + width, kv_lens, page_size, page_size, page_size)
 
@@ -139,8 +159,8 @@ class PageTable:
         """
         _expect_int("indices", indices, torch.int32, 1)
         _expect_integers("indptr", indptr)
-        _expect(indptr.dim() == 1 and indptr.numel() >= 1, "indptr", "[requests + 1]", tuple(indptr.shape))
-        _expect(page_size >= 1, "page_size", ">= 1", page_size)
+        _expect_starts("indptr", indptr)
+        _expect_page_size(page_size)
         if (last_page_len is None) == (kv_lens is None):
             raise ValueError(
                 "kv_lens: expected exactly one of kv_lens and last_page_len; got both or neither."
@@ -150,18 +170,19 @@ class PageTable:
         pages = end - begin
         host = indptr.device.type == "cpu"
         if host:
-            _expect(bool((pages >= 0).all()), "indptr", "a non-decreasing sequence", indptr.tolist())
-            ends_ok = indptr.numel() == 1 or (int(begin64[-1]) <= indices.numel() and int(begin64[0]) >= 0)
-            _expect(ends_ok, "indptr", f"bounds within 0..{indices.numel()} indices", int(begin64[-1]))
+            if not bool((pages >= 0).all()):
+                raise _wrong("indptr", "a non-decreasing sequence", indptr.tolist())
+            if indptr.numel() > 1 and not 0 <= int(begin64[0]) <= int(begin64[-1]) <= indices.numel():
+                raise _wrong(
+                    "indptr",
+                    f"bounds within 0..{indices.numel()} indices",
+                    f"{int(begin64[0])}..{int(begin64[-1])}",
+                )
         if kv_lens is None:
             assert last_page_len is not None
             _expect_int("last_page_len", last_page_len, torch.int32, 1)
-            _expect(
-                last_page_len.shape == begin.shape,
-                "last_page_len",
-                f"{begin.numel()} entries",
-                tuple(last_page_len.shape),
-            )
+            if last_page_len.shape != begin.shape:
+                raise _wrong("last_page_len", f"{begin.numel()} entries", tuple(last_page_len.shape))
             if host:
                 low = (pages > 0).to(torch.int32)
                 bad = ((last_page_len < low) | (last_page_len > page_size)).nonzero()
@@ -171,11 +192,13 @@ class PageTable:
                         f"last_page_len[{row}]: expected 1..{page_size} (0 for an empty row); got "
                         f"{int(last_page_len[row])}. It counts the tokens in the row's last page."
                     )
-            kv_lens = torch.where(
-                pages > 0, (pages - 1) * page_size + last_page_len, torch.zeros_like(pages)
-            ).to(torch.int32)
+            lens = torch.where(pages > 0, (pages - 1) * page_size + last_page_len, torch.zeros_like(pages))
+            if host:
+                _expect_lengths("indptr", lens)
+            kv_lens = lens.to(torch.int32)
         _expect_int("kv_lens", kv_lens, torch.int32, 1)
-        _expect(kv_lens.shape == begin.shape, "kv_lens", f"{begin.numel()} entries", tuple(kv_lens.shape))
+        if kv_lens.shape != begin.shape:
+            raise _wrong("kv_lens", f"{begin.numel()} entries", tuple(kv_lens.shape))
         if host and kv_lens.device.type == "cpu":
             over = (kv_lens > pages * page_size).nonzero()
             if over.numel():
@@ -193,15 +216,11 @@ class PageTable:
         kv_indptr: int32 or int64 [requests + 1].
         """
         _expect_integers("kv_indptr", kv_indptr)
-        _expect(
-            kv_indptr.dim() == 1 and kv_indptr.numel() >= 1,
-            "kv_indptr",
-            "[requests + 1]",
-            tuple(kv_indptr.shape),
-        )
+        _expect_starts("kv_indptr", kv_indptr)
         bounds = kv_indptr.to(torch.int64)
-        lens = (bounds[1:] - bounds[:-1]).to(torch.int32)
+        lens = bounds[1:] - bounds[:-1]
         if kv_indptr.device.type == "cpu":
-            rises = bool((lens >= 0).all()) and int(bounds[0]) >= 0
-            _expect(rises, "kv_indptr", "a non-decreasing sequence from 0 or more", kv_indptr.tolist())
-        return cls(None, bounds[:-1], bounds[1:], lens, 1)
+            if not bool((lens >= 0).all()) or int(bounds[0]) < 0:
+                raise _wrong("kv_indptr", "a non-decreasing sequence from 0 or more", kv_indptr.tolist())
+            _expect_lengths("kv_indptr", lens)
+        return cls(None, bounds[:-1], bounds[1:], lens.to(torch.int32), 1)

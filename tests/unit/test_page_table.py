@@ -63,6 +63,11 @@ def test_block_tables_are_used_where_they_are(name: str, view: Any) -> None:
     assert [pages(table, r) for r in range(rows)] == block_table.tolist()
 
 
+def test_a_table_without_columns_has_empty_rows() -> None:
+    table = PageTable.from_block_table(torch.empty(3, 0, dtype=torch.int32), int32(0, 0, 0), page_size=16)
+    assert table.row_begin.tolist() == table.row_end.tolist() == [0, 0, 0]
+
+
 def test_row_starts_are_64_bit() -> None:
     wide = virtual_zeros(2**32 + 18, torch.int32).as_strided((3, 4), (2**31 + 7, 1))
     table = PageTable.from_block_table(wide, int32(1, 1, 1), page_size=16)
@@ -182,11 +187,11 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "csr negative": (
         lambda: PageTable.from_csr(int32(-1, 1), int32(1, 2), page_size=8, kv_lens=int32(9)),
-        ValueError, r"^indptr: expected bounds within 0\.\.2",
+        ValueError, r"^indptr: expected bounds within 0\.\.2 indices; got -1\.\.1",
     ),
     "csr beyond": (
         lambda: PageTable.from_csr(int32(0, 3), int32(1, 2), page_size=8, kv_lens=int32(9)),
-        ValueError, r"^indptr: expected bounds within 0\.\.2 indices; got 3",
+        ValueError, r"^indptr: expected bounds within 0\.\.2 indices; got 0\.\.3",
     ),
     "csr float": (
         lambda: PageTable.from_csr(torch.tensor([0.0, 1.0]), int32(1), page_size=8, kv_lens=int32(8)),
@@ -223,6 +228,14 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "ragged negative": (
         lambda: PageTable.ragged(int32(-1, 4)),
         ValueError, r"^kv_indptr: .*got \[-1, 4\]",
+    ),
+    "ragged beyond 32 bits": (
+        lambda: PageTable.ragged(torch.tensor([0, 7, 2**32 + 12])),
+        ValueError, r"^kv_indptr: expected at most 2147483647 KV tokens .*got 4294967301 in row 1",
+    ),
+    "csr beyond 32 bits": (
+        lambda: PageTable.from_csr(int32(0, 5), int32(*range(5)), page_size=2**30, last_page_len=int32(5)),
+        ValueError, r"^indptr: expected at most 2147483647 KV tokens .*got 4294967301 in row 0",
     ),
     "ragged float": (
         lambda: PageTable.ragged(torch.tensor([0.0, 1.0])),

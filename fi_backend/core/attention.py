@@ -21,6 +21,11 @@ from fi_backend.errors import PlanError, UnsupportedError
 _Scale = float | Tensor
 
 
+def _expect_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch tensor; got {type(value).__name__}.")
+
+
 class BatchAttention:
     """Attention over paged or contiguous KV for up to `max_requests` requests a step.
 
@@ -62,7 +67,9 @@ class BatchAttention:
         self._capacity = torch.tensor(self.planner.capacity, dtype=torch.int64)
         self._plan_buffer = torch.zeros(self.planner.layout.total, dtype=torch.uint8)
         self._workspace = self._take_workspace(workspace)
-        self._plan = Plan(self._plan_buffer.numpy(), self.planner.layout)
+        view = self._plan_buffer.numpy()
+        view.flags.writeable = False
+        self._plan = Plan(view, self.planner.layout)
         self._qo_indptr: Tensor | None = None
         self._table: PageTable | None = None
         self._mask: PackedMask | None = None
@@ -100,6 +107,8 @@ class BatchAttention:
         self._check_table(qo_indptr, page_table)
         q_host = qo_indptr if qo_indptr_host is None else qo_indptr_host
         kv_host = page_table.kv_lens if kv_lens_host is None else kv_lens_host
+        _expect_tensor("qo_indptr_host", q_host)
+        _expect_tensor("kv_lens_host", kv_host)
         mask = self._pack(custom_mask, q_host, kv_host)
         try:
             self.planner.plan(q_host, kv_host, self._plan_buffer)
@@ -167,8 +176,7 @@ class BatchAttention:
     def _check_shapes(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """What the kernel cannot see: tensors that agree with each other and not with the spec."""
         for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name}: expected a torch tensor; got {type(tensor).__name__}.")
+            _expect_tensor(name, tensor)
         heads, dim, dim_v = self.spec.num_qo_heads, self.spec.head_dim, self.spec.head_dim_v
         if q.dim() != 3 or q.shape[1] != heads or q.shape[2] != dim:
             raise ValueError(f"q: expected [tokens, {heads}, {dim}], as the spec says; got {tuple(q.shape)}.")
@@ -204,6 +212,10 @@ class BatchAttention:
         return workspace
 
     def _check_table(self, qo_indptr: Tensor, table: PageTable) -> None:
+        _expect_tensor("qo_indptr", qo_indptr)
+        if not isinstance(table, PageTable):
+            got = type(table).__name__
+            raise TypeError(f"page_table: expected a PageTable or a BlockSparse; got {got}.")
         if qo_indptr.dtype is not torch.int32:
             raise TypeError(f"qo_indptr: expected int32; got {qo_indptr.dtype}.")
         if qo_indptr.dim() != 1 or qo_indptr.shape[0] != table.num_requests + 1:

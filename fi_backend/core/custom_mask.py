@@ -28,8 +28,14 @@ def pack_mask(mask: Tensor | Sequence[Tensor], q_lens: Tensor, kv_lens: Tensor) 
 
     mask: bool; either one [q_len, kv_len] matrix a request, or all of them flattened row by row into one
         vector of sum(q_len * kv_len) elements. True keeps the key.
-    q_lens, kv_lens: host int32 [requests], exact. Raises ValueError naming the request whose shape is wrong.
+    q_lens, kv_lens: host int32 [requests], exact and not negative. Raises TypeError or ValueError naming the
+    request whose mask does not fit.
     """
+    if q_lens.shape != kv_lens.shape:
+        raise ValueError(f"kv_lens: expected {q_lens.numel()} entries, one a request; got {kv_lens.numel()}.")
+    for name, lens in (("qo_indptr", q_lens), ("kv_lens", kv_lens)):
+        if bool((lens < 0).any()):
+            raise ValueError(f"{name}: expected lengths >= 0; got {lens.tolist()}.")
     sizes = (q_lens.long() * kv_lens.long()).tolist()
     if isinstance(mask, Tensor):
         if mask.dtype is not torch.bool:
@@ -48,6 +54,8 @@ def pack_mask(mask: Tensor | Sequence[Tensor], q_lens: Tensor, kv_lens: Tensor) 
             )
         shapes = zip(q_lens.tolist(), kv_lens.tolist(), strict=True)
         for row, (piece, shape) in enumerate(zip(pieces, shapes, strict=True)):
+            if not isinstance(piece, Tensor):
+                raise TypeError(f"custom_mask[{row}]: expected bool {shape}; got {type(piece).__name__}.")
             if piece.dtype is not torch.bool or tuple(piece.shape) != shape:
                 got = f"{piece.dtype} {tuple(piece.shape)}"
                 raise ValueError(f"custom_mask[{row}]: expected bool {shape}; got {got}.")

@@ -52,6 +52,17 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// a * b + c with one rounding on every host: what cancels between the product and c has to be exact.
+inline Vec fused(Vec a, Vec b, Vec c) {
+#if defined(FI_AVX512) || (defined(__AVX2__) && defined(__FMA__))
+  return fma(a, b, c);
+#else
+  typedef double Wide __attribute__((vector_size(kLanes * 8)));
+  const Wide product = __builtin_convertvector(a, Wide) * __builtin_convertvector(b, Wide);
+  return __builtin_convertvector(product + __builtin_convertvector(c, Wide), Vec);
+#endif
+}
+
 // A NaN operand may be dropped; the callers rely on exp() to bring it back.
 inline Vec max(Vec a, Vec b) {
 #if defined(FI_AVX512)
@@ -150,7 +161,8 @@ inline Vec exp2(Vec x) {
 inline Vec exp2_where(uint64_t bits, Vec x) {
 #if defined(FI_AVX512)
   const detail::Exp2Parts e = detail::exp2_parts(x);
-  const __mmask16 kept = _mm512_mask_cmp_ps_mask(__mmask16(bits), (__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  const __mmask16 kept =
+      _mm512_mask_cmp_ps_mask(__mmask16(bits), (__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
   return (Vec)_mm512_maskz_mov_ps(kept, (__m512)detail::scale_by_exponent(e.mantissa, e.shifted));
 #else
   return select_bits(bits, exp2(x), 0.0f);

@@ -27,8 +27,8 @@ struct RunningSoftmax {
   float lse() const { return (max + std::log2(sum)) * kLn2; }
 };
 
-// s[key] becomes 2^(s * scale - max), zero where `visible` has no bit; scale > 0. Returns what earlier sums have
-// to be multiplied with.
+// s[key] becomes 2^(s * scale - max), zero where `visible` has no bit; scale > 0. Returns what earlier sums
+// have to be multiplied with.
 inline float soften(float* s, uint64_t visible, float scale, RunningSoftmax& state) {
   constexpr int kVecs = kKeyTile / kLanes;
   if (visible == 0) {
@@ -45,7 +45,7 @@ inline float soften(float* s, uint64_t visible, float scale, RunningSoftmax& sta
   Vec sum{};
 #pragma GCC unroll 16
   for (int j = 0; j < kVecs; ++j) {
-    const Vec x = fma(load(s + j * kLanes), splat(scale), splat(-base));
+    const Vec x = fused(load(s + j * kLanes), splat(scale), splat(-base));
     const Vec e = exp2_where(visible >> (j * kLanes), x);
     sum += e;
     store(s + j * kLanes, e);

@@ -222,7 +222,7 @@ class EngineState:
 def logit_size(batch: Batch) -> float:
     """Standard deviation of the logits, at least 1: float32 rounds large logits in proportion."""
     k_scale = max(batch.k_scale) if isinstance(batch.k_scale, tuple) else batch.k_scale
-    return max(1.0, batch.gain * k_scale * batch.spec.scale * math.sqrt(batch.spec.head_dim))
+    return max(1.0, batch.gain * k_scale * abs(batch.spec.scale) * math.sqrt(batch.spec.head_dim))
 
 
 def check(batch: Batch) -> EngineState:

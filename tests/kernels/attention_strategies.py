@@ -46,7 +46,7 @@ def batches(draw: st.DrawFn, dtype: str, kv_dtype: str) -> Batch:
         dtype=dtype,
         kv_dtype=kv_dtype,
         page_size=draw(st.sampled_from(PAGE_SIZES)),
-        scale=draw(st.sampled_from((None, None, 0.3))),  # type: ignore[arg-type]
+        scale=draw(st.sampled_from((None, None, 0.3, -0.2))),  # type: ignore[arg-type]
         causal=draw(st.booleans()),
         window_left=draw(st.one_of(st.just(-1), st.just(-1), st.integers(0, 20), st.integers(0, 1000))),
         logits_soft_cap=draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))),

@@ -27,4 +27,4 @@ def provenance(host: str) -> dict[str, Any]:
             continue
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"date": date, "where": host, "versions": versions, "command": command}
+    return {"date": date, "host": host, "versions": versions, "command": command}

@@ -130,12 +130,8 @@ def kernels(
         if reason is not None:
             console().print(f"[yellow]{peer.name} was not measured: {reason}[/yellow]", soft_wrap=True)
     if json_file is not None:
-        record = provenance(cpu_name())
         document = {
-            "date": record["date"],
-            "host": record["where"],
-            "versions": record["versions"],
-            "command": record["command"],
+            **provenance(cpu_name()),
             "threads": torch.get_num_threads(),
             "ceilings": ceilings,
             "rows": [asdict(row) for row in rows],

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,9 @@ def test_plan_writes_the_record(tmp_path: Path) -> None:
     result = RUN.invoke(app, ["bench", "plan", "--batch", "3,40", "--calls", "20", "--json", str(out)])
     assert result.exit_code == 0, result.stderr
     document = json.loads(out.read_text())
-    assert set(document) == {"date", "where", "versions", "command", "ctas", "rows"}
+    assert set(document) == {"date", "host", "versions", "command", "ctas", "rows"}
     assert document["ctas"] == 132
-    assert document["versions"]["torch"] == torch.__version__ or document["versions"]["torch"]
+    assert document["versions"]["torch"] == metadata.version("torch")
     rows = document["rows"]
     assert [(row["where"], row["batch"]) for row in rows] == [
         ("host", 3),

@@ -14,12 +14,14 @@ Dtype dtype_of(const char* name, const TensorView& t, bool allow_fp8) {
   if (same_dtype(t.dtype(), kBFloat16)) return Dtype::bfloat16;
   if (allow_fp8 && same_dtype(t.dtype(), kE4M3)) return Dtype::float8_e4m3fn;
   if (allow_fp8 && same_dtype(t.dtype(), kE5M2)) return Dtype::float8_e5m2;
-  TVM_FFI_THROW(TypeError) << name << ": expected float32, float16" << (allow_fp8 ? ", bfloat16, float8_e4m3fn or float8_e5m2" : " or bfloat16")
+  TVM_FFI_THROW(TypeError) << name << ": expected float32, float16"
+                           << (allow_fp8 ? ", bfloat16, float8_e4m3fn or float8_e5m2" : " or bfloat16")
                            << "; got " << dtype_text(t.dtype()) << ".";
 }
 
-cpu::AppendSide append_side(const char* name, const TensorView& x, const char* cache_name, const TensorView& cache,
-                            const char* scale_name, const TensorView& scale, int64_t heads) {
+cpu::AppendSide append_side(const char* name, const TensorView& x, const char* cache_name,
+                            const TensorView& cache, const char* scale_name, const TensorView& scale,
+                            int64_t heads) {
   cpu::AppendSide s{};
   expect_host(name, x);
   expect_host(cache_name, cache);
@@ -76,37 +78,41 @@ void take_part(cpu::MergeParams& p, int i, const TensorView& o, const TensorView
 
 }  // namespace
 
-void append_kv(TensorView key, TensorView value, TensorView slot_mapping, TensorView k_scale, TensorView v_scale,
-               int64_t num_threads, TensorView k_cache, TensorView v_cache) {
+void append_kv(TensorView key, TensorView value, TensorView slot_mapping, TensorView k_scale,
+               TensorView v_scale, int64_t num_threads, TensorView k_cache, TensorView v_cache) {
   cpu::AppendParams p{};
   expect_shape("key", key, {-1, -1, -1});
   const int64_t tokens = key.size(0), heads = key.size(1);
   if (k_cache.ndim() != 3 && k_cache.ndim() != 4)
-    TVM_FFI_THROW(ValueError) << "k_cache: expected [pages, page_size, KV heads, head_dim] or [tokens, KV heads, head_dim]; got "
-                              << shape_text(k_cache) << ".";
+    TVM_FFI_THROW(ValueError)
+        << "k_cache: expected [pages, page_size, KV heads, head_dim] or [tokens, KV heads, head_dim]; got "
+        << shape_text(k_cache) << ".";
   p.side[0] = append_side("key", key, "k_cache", k_cache, "k_scale", k_scale, heads);
   p.side[1] = append_side("value", value, "v_cache", v_cache, "v_scale", v_scale, heads);
-  if (v_cache.ndim() != k_cache.ndim() || v_cache.size(0) != k_cache.size(0) || (k_cache.ndim() == 4 && v_cache.size(1) != k_cache.size(1)))
-    TVM_FFI_THROW(ValueError) << "v_cache: expected the pages and page size of k_cache, " << shape_text(k_cache) << "; got "
-                              << shape_text(v_cache) << ".";
+  if (v_cache.ndim() != k_cache.ndim() || v_cache.size(0) != k_cache.size(0) ||
+      (k_cache.ndim() == 4 && v_cache.size(1) != k_cache.size(1)))
+    TVM_FFI_THROW(ValueError) << "v_cache: expected the pages and page size of k_cache, "
+                              << shape_text(k_cache) << "; got " << shape_text(v_cache) << ".";
   expect_vector("slot_mapping", slot_mapping, kInt64, -1);
   p.num_slots = slot_mapping.size(0);
   if (p.num_slots > tokens || p.num_slots > value.size(0))
-    TVM_FFI_THROW(ValueError) << "slot_mapping: expected at most one slot for each token of key and value; got "
-                              << p.num_slots << " for " << tokens << " and " << value.size(0) << " tokens.";
+    TVM_FFI_THROW(ValueError)
+        << "slot_mapping: expected at most one slot for each token of key and value; got " << p.num_slots
+        << " for " << tokens << " and " << value.size(0) << " tokens.";
   p.num_heads = heads;
   p.page_size = k_cache.ndim() == 3 ? 1 : k_cache.size(1);
   p.slots = data<const int64_t>(slot_mapping);
   const int64_t capacity = k_cache.size(0) * p.page_size;
   for (int64_t i = 0; i < p.num_slots; ++i)
     if (p.slots[i] < -1 || p.slots[i] >= capacity)
-      TVM_FFI_THROW(ValueError) << "slot_mapping[" << i << "]: expected -1 (skip) or a slot in 0.." << capacity - 1 << ", for "
-                                << k_cache.size(0) << " pages of " << p.page_size << " tokens; got " << p.slots[i] << ".";
+      TVM_FFI_THROW(ValueError) << "slot_mapping[" << i << "]: expected -1 (skip) or a slot in 0.."
+                                << capacity - 1 << ", for " << k_cache.size(0) << " pages of " << p.page_size
+                                << " tokens; got " << p.slots[i] << ".";
   cpu::append_kv(p, int(num_threads));
 }
 
-void merge_state(TensorView o_a, TensorView lse_a, TensorView o_b, TensorView lse_b, Optional<TensorView> mask,
-                 int64_t num_threads, TensorView out, TensorView lse) {
+void merge_state(TensorView o_a, TensorView lse_a, TensorView o_b, TensorView lse_b,
+                 Optional<TensorView> mask, int64_t num_threads, TensorView out, TensorView lse) {
   cpu::MergeParams p{};
   expect_shape("o_a", o_a, {-1, -1, -1});
   expect_state("o_a", o_a, "lse_a", lse_a);

@@ -10,8 +10,8 @@
 
 namespace fi::cpu::amx {
 
-inline constexpr int kRows = 16;       // of a tile
-inline constexpr int kRowBytes = 64;   // 32 bfloat16 or 16 floats
+inline constexpr int kRows = 16;      // of a tile
+inline constexpr int kRowBytes = 64;  // 32 bfloat16 or 16 floats
 
 // The kernel gives a process the tile registers only on request; asked once. False: use another path.
 inline bool available() {

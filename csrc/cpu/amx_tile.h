@@ -109,9 +109,9 @@ class AmxTile {
     ahead.step();
   }
 
-  // Values of the same keys, paired as the matrix unit wants them; keys outside the tile become zeros. Pairing
-  // by the shuffles that cost one instruction leaves dimensions 8 i + 0..3 of 32 in the first half of a
-  // group of columns and 8 i + 4..7 in the second; finish_row() puts them right.
+  // Values of the same keys, paired as the matrix unit wants them; keys outside the tile become zeros.
+  // Pairing by the shuffles that cost one instruction leaves dimensions 8 i + 0..3 of 32 in the first half of
+  // a group of columns and 8 i + 4..7 in the second; finish_row() puts them right.
   template <class F>
   bool set_values(const KV* const* rows, int, bool check, F& ahead) {
     const bool whole = kInPlace && dim_v_ % 32 == 0;
@@ -133,9 +133,9 @@ class AmxTile {
     return finite;
   }
 
-  // First half of o[row] = alpha[row] * o[row] + sum of s[row][key] * V[key] for the rows of a block: all that
-  // needs no values. A tile cannot be loaded before what was stored to its lines has left the store buffer, so
-  // that other work should come before the second half.
+  // First half of o[row] = alpha[row] * o[row] + sum of s[row][key] * V[key] for the rows of a block: all
+  // that needs no values. A tile cannot be loaded before what was stored to its lines has left the store
+  // buffer, so that other work should come before the second half.
   void begin_sums(int first, int count, const float* s, const float* alpha, float* o, int o_stride) {
     for (int r = 0; r < count; ++r) {
       set_weights(first + r, s + r * kKeyTile);
@@ -151,8 +151,8 @@ class AmxTile {
 
   // Second half for single rows, each with the values of the keys that it sees alone.
   template <class F>
-  void finish_visible_sums(int first, int count, const float*, const uint64_t* visible, float* o, int o_stride,
-                           F& ahead) {
+  void finish_visible_sums(int first, int count, const float*, const uint64_t* visible, float* o,
+                           int o_stride, F& ahead) {
     const int columns = pad_dim(dim_v_);
     for (int r = 0; r < count; ++r) {
       if (!visible[r]) continue;
@@ -185,7 +185,9 @@ class AmxTile {
   template <class T>
   static __m512i load_32(const T* p, int n) {
     const Vec low = n >= kLanes ? load_as_float(p) : load_as_float(p, n);
-    const Vec high = n >= 2 * kLanes ? load_as_float(p + kLanes) : n > kLanes ? load_as_float(p + kLanes, n - kLanes) : Vec{};
+    const Vec high = n >= 2 * kLanes ? load_as_float(p + kLanes)
+                     : n > kLanes    ? load_as_float(p + kLanes, n - kLanes)
+                                     : Vec{};
     return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
   }
 
@@ -213,7 +215,8 @@ class AmxTile {
 
   void mask_values(uint64_t visible) {
     for (int k = begin_ / 32 * 32; k < (end_ + 31) / 32 * 32; k += 2) {
-      const uint32_t keep = ((visible >> k) & 1 ? 0x0000ffffu : 0u) | ((visible >> (k + 1)) & 1 ? 0xffff0000u : 0u);
+      const uint32_t keep =
+          ((visible >> k) & 1 ? 0x0000ffffu : 0u) | ((visible >> (k + 1)) & 1 ? 0xffff0000u : 0u);
       for (int d = 0; d < v_stride_; d += 16) {
         const int64_t at = int64_t(k / 2) * v_stride_ + d;
         _mm512_store_si512(masked_values_ + at,

@@ -39,11 +39,16 @@ void copy_rows(const AppendSide& s, const AppendParams& p, int num_threads) {
 template <class From>
 void copy_from(const AppendSide& s, const AppendParams& p, int num_threads) {
   switch (s.to_dtype) {
-    case Dtype::float32: return copy_rows<From, dtype::float32>(s, p, num_threads);
-    case Dtype::float16: return copy_rows<From, dtype::float16>(s, p, num_threads);
-    case Dtype::bfloat16: return copy_rows<From, dtype::bfloat16>(s, p, num_threads);
-    case Dtype::float8_e4m3fn: return copy_rows<From, dtype::float8_e4m3fn>(s, p, num_threads);
-    case Dtype::float8_e5m2: return copy_rows<From, dtype::float8_e5m2>(s, p, num_threads);
+    case Dtype::float32:
+      return copy_rows<From, dtype::float32>(s, p, num_threads);
+    case Dtype::float16:
+      return copy_rows<From, dtype::float16>(s, p, num_threads);
+    case Dtype::bfloat16:
+      return copy_rows<From, dtype::bfloat16>(s, p, num_threads);
+    case Dtype::float8_e4m3fn:
+      return copy_rows<From, dtype::float8_e4m3fn>(s, p, num_threads);
+    case Dtype::float8_e5m2:
+      return copy_rows<From, dtype::float8_e5m2>(s, p, num_threads);
   }
 }
 

@@ -92,7 +92,7 @@ inline UVec encode(Vec x, float largest, uint32_t overflow, uint32_t nan) {
   const Vec rounded = (magnitude + magic) - magic;
   const UVec normal = ((UVec)rounded >> (23 - Mantissa)) - (uint32_t(127 - Bias) << Mantissa);
   const Vec units = rounded * (float(1u << (Bias - 1)) * float(1u << Mantissa));
-  const UVec subnormal = (UVec)__builtin_convertvector(units, IVec);
+  const UVec subnormal = (UVec) __builtin_convertvector(units, IVec);
   UVec code = (UVec)rounded < (kSmallest << 23) ? subnormal : normal;
   code = rounded > largest ? UVec{} + overflow : code;
   return (x == x ? code : UVec{} + nan) | sign;

@@ -127,7 +127,8 @@ class Executor {
         const int n = std::min(kBlock, rows_ - r);
         const Q* rows[kBlock];
         for (int i = 0; i < n; ++i)
-          rows[i] = base + (token0_ + token_[r + i]) * p_->q_stride_token + qo_head_[r + i] * p_->q_stride_head;
+          rows[i] =
+              base + (token0_ + token_[r + i]) * p_->q_stride_token + qo_head_[r + i] * p_->q_stride_head;
         engine.set_queries(r, n, rows);
       }
     });
@@ -156,7 +157,9 @@ class Executor {
     std::fill_n(o_, rows_ * o_stride_, 0.0f);
     const int32_t first = std::max(begin, keys_.begin), last = std::min(end, keys_.end);
     const int32_t start = begin + (first - begin) / kKeyTile * kKeyTile;
-    const auto tile_range = [&](int32_t t) { return KeyRange{std::max(first - t, 0), std::min(last - t, kKeyTile)}; };
+    const auto tile_range = [&](int32_t t) {
+      return KeyRange{std::max(first - t, 0), std::min(last - t, kKeyTile)};
+    };
     if (start < last) locate_tokens(tokens_[0], start, tile_range(start));
     with_engine([&](auto& engine) {
       for (int32_t t = start, i = 0; t < last; t += kKeyTile, ++i) {
@@ -210,7 +213,8 @@ class Executor {
     });
     const bool finite = engine.set_values(tokens.v, rows_, !uniform, ahead);
     for_blocks([&](int r, int n, float* s, float* o) {
-      // Zero times NaN is NaN: where rows differ in what they see, a special value must not reach all of them.
+      // Zero times NaN is NaN: where rows differ in what they see, a special value must not reach all of
+      // them.
       if (uniform || finite)
         engine.finish_sums(r, n, s, o, o_stride_, ahead);
       else

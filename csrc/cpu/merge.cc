@@ -37,7 +37,9 @@ void merge_row(const MergeParams& p, int64_t row, int64_t head, float* state, fl
   const auto o_at = [&](int i) {
     return static_cast<const T*>(p.o[i]) + row * p.o_stride_row[i] + head * p.o_stride_head[i];
   };
-  const auto lse_at = [&](int i) { return p.lse[i] + row * p.lse_stride_row[i] + head * p.lse_stride_head[i]; };
+  const auto lse_at = [&](int i) {
+    return p.lse[i] + row * p.lse_stride_row[i] + head * p.lse_stride_head[i];
+  };
   T* out = static_cast<T*>(p.out) + row * p.out_stride_row + head * p.out_stride_head;
   float* out_lse = p.out_lse + row * p.out_lse_stride_row + head * p.out_lse_stride_head;
 
@@ -47,7 +49,8 @@ void merge_row(const MergeParams& p, int64_t row, int64_t head, float* state, fl
   if (!merged) {
     // A copy, bit for bit: the row is not a state that this call looks at.
     const float first = *lse_at(0);
-    if (out != o_at(0)) std::memmove(static_cast<void*>(out), static_cast<const void*>(o_at(0)), size_t(p.dim) * sizeof(T));
+    if (out != o_at(0))
+      std::memmove(static_cast<void*>(out), static_cast<const void*>(o_at(0)), size_t(p.dim) * sizeof(T));
     *out_lse = first;
     return;
   }

@@ -149,7 +149,8 @@ bool convert_values(const KV* const* rows, int begin, int end, int dim, float* o
     float* to = out + int64_t(k) * out_stride;
     for (int d = 0; d < dim; d += kLanes) {
       const Vec v = load_part(rows[k] + d, dim - d);
-      special |= ((UVec)v & 0x7fffffffu) + 0x00800000u;  // the sign bit appears where the exponent is all ones
+      special |=
+          ((UVec)v & 0x7fffffffu) + 0x00800000u;  // the sign bit appears where the exponent is all ones
       store(to + d, v);
     }
     ahead();

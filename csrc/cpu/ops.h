@@ -31,7 +31,7 @@ void append_kv(const AppendParams& params, int num_threads);
 // States [rows, parts, heads, dim] -> [rows, heads, dim], folded left to right. The parts of merge_state are
 // two tensors, those of merge_states lie one stride apart.
 struct MergeParams {
-  const void* o[2];     // first part, second part
+  const void* o[2];  // first part, second part
   const float* lse[2];
   int64_t o_stride_row[2], o_stride_head[2], lse_stride_row[2], lse_stride_head[2];
   int64_t o_stride_part, lse_stride_part;  // from the second part to the next

@@ -15,8 +15,8 @@ struct Tokens {
   const KV* v[kKeyTile];
 };
 
-// A core has 16 or so outstanding misses: requests in one burst would stall it, so that they have to be spread
-// over the computation. An engine calls step() about kKeyTile times a tile, each asks for one token.
+// A core has 16 or so outstanding misses: requests in one burst would stall it, so that they have to be
+// spread over the computation. An engine calls step() about kKeyTile times a tile, each asks for one token.
 template <class KV>
 class Prefetcher {
  public:

@@ -88,7 +88,8 @@ class VectorTile {
 
   // Second half for single rows, without touching the values of keys that a row does not see.
   template <class F>
-  void finish_visible_sums(int, int count, const float* s, const uint64_t* visible, float* o, int o_stride, F&) {
+  void finish_visible_sums(int, int count, const float* s, const uint64_t* visible, float* o, int o_stride,
+                           F&) {
     for (int r = 0; r < count; ++r)
       weigh_visible(float_rows_, s + r * kKeyTile, visible[r], pad_lanes(dim_v_), o + int64_t(r) * o_stride);
   }
@@ -99,12 +100,18 @@ class VectorTile {
   template <class F>
   static void with_rows(int n, F f) {
     switch (n) {
-      case 1: return f(std::integral_constant<int, 1>{});
-      case 2: return f(std::integral_constant<int, 2>{});
-      case 3: return f(std::integral_constant<int, 3>{});
-      case 4: return f(std::integral_constant<int, 4>{});
-      case 5: return f(std::integral_constant<int, std::min(5, kRowBlock)>{});
-      default: return f(std::integral_constant<int, kRowBlock>{});
+      case 1:
+        return f(std::integral_constant<int, 1>{});
+      case 2:
+        return f(std::integral_constant<int, 2>{});
+      case 3:
+        return f(std::integral_constant<int, 3>{});
+      case 4:
+        return f(std::integral_constant<int, 4>{});
+      case 5:
+        return f(std::integral_constant<int, std::min(5, kRowBlock)>{});
+      default:
+        return f(std::integral_constant<int, kRowBlock>{});
     }
   }
 

@@ -28,14 +28,4 @@ struct FastDivide {
   }
 };
 
-// What the launcher derives from the parameters.
-struct LaunchConstants {
-  FastDivide group;
-  FastDivide page_size;
-  FastDivide index_divisor;
-  FastDivide num_kv_heads;
-  int64_t k_page_bytes, v_page_bytes, k_head_bytes, v_head_bytes;
-  int32_t k_token_bytes, v_token_bytes;
-};
-
 }  // namespace fi

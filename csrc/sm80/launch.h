@@ -2,9 +2,20 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include "../core/fast_divide.h"
 #include "../core/params.h"
 
 namespace fi::sm80 {
+
+// What the launcher derives from the parameters.
+struct LaunchConstants {
+  FastDivide group;
+  FastDivide page_size;
+  FastDivide index_divisor;
+  FastDivide num_kv_heads;
+  int64_t k_page_bytes, v_page_bytes, k_head_bytes, v_head_bytes;
+  int32_t k_token_bytes, v_token_bytes;
+};
 
 // Starts the persistent kernel on `num_ctas` CTAs; the plan has been uploaded on the same stream.
 cudaError_t launch(const AttentionParams& params, int num_ctas, cudaStream_t stream);

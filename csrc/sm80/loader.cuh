@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Brings scattered pages into contiguous, swizzled tiles: the only code that knows the KV layout.
 #pragma once
-#include "../core/fast_divide.h"
 #include "../core/params.h"
 #include "../ptx/cp_async.cuh"
+#include "launch.h"
 #include "traits.cuh"
 
 namespace fi::sm80 {

@@ -19,6 +19,8 @@ from fi_backend.core.support import unsupported_reason
 from fi_backend.errors import PlanError, UnsupportedError
 
 _Scale = float | Tensor
+# Kernels step over keys by whole tiles in 32 bits.
+_MAX_KV_LEN = 2**31 - 128
 
 
 def _expect_tensor(name: str, value: object) -> None:
@@ -54,6 +56,8 @@ class BatchAttention:
     ) -> None:
         if reason := unsupported_reason(spec, device):
             raise UnsupportedError(reason)
+        if max_kv_len > _MAX_KV_LEN:
+            raise ValueError(f"max_kv_len: expected at most {_MAX_KV_LEN}; got {max_kv_len}.")
         self.spec = spec
         self.device = torch.device(device)
         self.planner = Planner(

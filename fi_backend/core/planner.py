@@ -64,7 +64,7 @@ class CostModel:
         reads of the KV cache.
         """
         if device.type == "cpu":
-            return cls(alpha=8, beta=(1, 4, 8, 16, 32), part_cost=64)
+            return cls(alpha=1, beta=(4, 5, 7, 11, 18), part_cost=256)
         return cls()
 
 

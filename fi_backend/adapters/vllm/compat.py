@@ -9,6 +9,7 @@ from __future__ import annotations
 import copyreg
 import importlib
 import inspect
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
@@ -91,7 +92,10 @@ _CONTRACT: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
 
 
 def mismatches() -> list[str]:
-    """Return what the installed vLLM lacks of the API that the adapter relies on, one line each."""
+    """Return what the installed vLLM lacks of the API that the adapter relies on, one line each.
+
+    Passes on whatever vLLM raises while it is imported, other than that a name does not exist.
+    """
     problems = []
     for module_name, path, expected in _CONTRACT:
         target: Any
@@ -130,6 +134,16 @@ def engine() -> str:
     return f"vllm {vllm.__version__}"
 
 
+def install() -> None:
+    """Add FI to vLLM's enum and make the CPU platform honour it: both, or nothing and an exception."""
+    undo = honour_choice_on_cpu()
+    try:
+        add_enum_member()
+    except BaseException:
+        undo()
+        raise
+
+
 def add_enum_member() -> Any:
     """Add FI to vLLM's enum of attention back ends, if it is not there yet, and return the member.
 
@@ -161,26 +175,25 @@ def _reduce_member(member: Any) -> tuple[Any, tuple[Any, ...]]:
     return (add_enum_member, ()) if member.name == NAME else (type(member), (member.value,))
 
 
-def honour_choice_on_cpu(member: Any) -> None:
-    """Make vLLM's CPU platform accept `member`; it runs CPU_ATTN whatever was asked for.
+def honour_choice_on_cpu() -> Callable[[], None]:
+    """Make vLLM's CPU platform, which runs CPU_ATTN whatever is asked for, accept FI; return its undoing.
 
     A configuration that the back end refuses raises ValueError with its reasons.
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
     platform: Any = type(current_platform)
     original = platform.get_attn_backend_cls
-    if getattr(original, "honours_fi", False):
-        return
+    if not current_platform.is_cpu() or getattr(original, "honours_fi", False):
+        return lambda: None
 
     def get_attn_backend_cls(
         cls: type, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
     ) -> str:
-        if selected_backend is not member:
+        # By its path: another plug-in may have taken the name.
+        if getattr(selected_backend, "value", None) != BACKEND_PATH:
             return str(original(selected_backend, attn_selector_config, *args, **kwargs))
-        backend = member.get_class()
+        backend = selected_backend.get_class()
         # No capability stands for the CPU.
         reasons = backend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
         if reasons:
@@ -188,10 +201,19 @@ def honour_choice_on_cpu(member: Any) -> None:
                 f"attention back end {NAME} cannot run this configuration: {'; '.join(reasons)}. "
                 f"Choose another --attention-backend. ({attn_selector_config})"
             )
-        return str(member.get_path())
+        return str(selected_backend.get_path())
+
+    declared = platform.__dict__.get("get_attn_backend_cls")
+
+    def undo() -> None:
+        if declared is None:  # inherited
+            del platform.get_attn_backend_cls
+        else:
+            platform.get_attn_backend_cls = declared
 
     get_attn_backend_cls.honours_fi = True  # type: ignore[attr-defined]
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    return undo
 
 
 def kv_len_bounds(common: Any, *, drafts: int = 0, limit: int) -> Any:

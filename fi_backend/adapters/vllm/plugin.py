@@ -8,6 +8,7 @@ touches no accelerator, and never fails for a user who runs another back end.
 from __future__ import annotations
 
 import logging
+from functools import cache
 
 from . import compat
 
@@ -16,12 +17,18 @@ _log = logging.getLogger("vllm.plugins.fi_backend")
 
 
 def register() -> None:
-    """Register FI; on a vLLM whose API is not the expected one, log what differs and leave vLLM as it is."""
-    if problems := compat.mismatches():
-        _log.error(
-            "fi_backend is not registered, --attention-backend fi will be unknown: this vLLM differs from "
-            "what the adapter relies on:\n  %s",
-            "\n  ".join(problems),
-        )
-        return
-    compat.honour_choice_on_cpu(compat.add_enum_member())
+    """Register FI; where that is not possible, log why, once, and leave vLLM as it is."""
+    try:
+        if problems := compat.mismatches():
+            reason = "\n  ".join(("this vLLM differs from what the adapter relies on:", *problems))
+        else:
+            compat.install()
+            return
+    except Exception as error:  # noqa: BLE001 - an exception here would stop engines that never asked for FI
+        reason = f"{type(error).__name__}: {error}"
+    _report(reason)
+
+
+@cache  # vLLM may load its plug-ins several times in a process
+def _report(reason: str) -> None:
+    _log.error("fi_backend is not registered, --attention-backend fi will be unknown: %s", reason)

@@ -56,9 +56,14 @@ def prometheus_text(found: list[ProcessStats]) -> str:
         )
         lines += [f"# HELP {metric} {meaning}", f"# TYPE {metric} {kind}"]
         for each in found:
-            engine = each.engine.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-            lines.append(f'{metric}{{pid="{each.pid}",engine="{engine}"}} {getattr(each, name)}')
+            labels = {"host": each.host, "pid": str(each.pid), "engine": each.engine}
+            shown = ",".join(f'{label}="{_escaped(value)}"' for label, value in labels.items())
+            lines.append(f"{metric}{{{shown}}} {getattr(each, name)}")
     return "\n".join(lines) + "\n"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def _print_table(found: list[ProcessStats], summed: ProcessStats) -> None:
@@ -67,8 +72,8 @@ def _print_table(found: list[ProcessStats], summed: ProcessStats) -> None:
     columns = [field.name for field in fields(summed)]
     table = Table(box=None, pad_edge=False, show_footer=len(found) > 1)
     for name in columns:
-        value = "total" if name == "pid" else str(getattr(summed, name)) if name != "engine" else ""
-        justify = "left" if name in ("pid", "engine") else "right"
+        value = "total" if name == "pid" else "" if name in ("engine", "host") else str(getattr(summed, name))
+        justify = "left" if name in ("pid", "engine", "host") else "right"
         table.add_column(name.replace("_", " "), footer=value, justify=justify)  # type: ignore[arg-type]
     for each in found:
         table.add_row(*(str(getattr(each, name)) for name in columns))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts what the back end really did in each process, so that a silent fall-back cannot pass for a run.
 
-With FI_BACKEND_STATS_DIR set, the counts live in the memory-mapped file ``<dir>/<pid>.stats`` and are
-updated in place: they can be read while the process runs and survive its SIGKILL.
+With FI_BACKEND_STATS_DIR set, the counts live in the memory-mapped file ``<dir>/<host>.<pid>.stats`` and
+are updated in place: they can be read while the process runs and survive its SIGKILL. The host
+keeps containers apart that share the folder and, each with a numbering of its own, process ids.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class ProcessStats:
     steps: batches that were planned; plans: plans made for them, one for each kind of layer.
     attention_calls: attention calls that really ran: layers x steps unless a draft model takes part.
     tokens: query tokens of those calls; appended_tokens: tokens written to KV caches.
+    host: name of the host or container, from the file's name; "" for counts that were not read from a file.
     """
 
     pid: int
@@ -43,6 +45,7 @@ class ProcessStats:
     tokens: int
     appended_tokens: int
     layers: int
+    host: str = ""
 
 
 class Counters:
@@ -52,7 +55,8 @@ class Counters:
         self.path: Path | None = None
         self._buffer: mmap.mmap | bytearray = bytearray(_blank())
         if folder is not None:
-            self.path = folder / f"{os.getpid()}.stats"
+            host = os.uname().nodename.replace("/", "_")
+            self.path = folder / f"{host}.{os.getpid()}.stats"
             self._buffer = _create(self.path)
         self._counts = memoryview(self._buffer)[_COUNTS_AT:].cast("Q")
 
@@ -66,7 +70,7 @@ class Counters:
 
     def snapshot(self) -> ProcessStats:
         """Return the counts of now."""
-        return _parse(bytes(self._buffer))
+        return _parse(bytes(self._buffer), _host(self.path))
 
 
 _current: Counters | None = None
@@ -81,24 +85,24 @@ def counters() -> Counters:
 
 
 def read_stats(folder: Path) -> list[ProcessStats]:
-    """Return the counts of every process that ran with FI_BACKEND_STATS_DIR=`folder`, by process id.
+    """Return the counts of every process that ran with FI_BACKEND_STATS_DIR=`folder`, by host and
+    process id.
 
     Raises ValueError, naming the file, for a ``.stats`` file that this version did not write.
     """
     found = []
     for path in folder.glob("*.stats"):
         try:
-            found.append(_parse(path.read_bytes()))
+            found.append(_parse(path.read_bytes(), _host(path)))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-    return sorted(found, key=lambda stats: stats.pid)
+    return sorted(found, key=lambda stats: (stats.host, stats.pid))
 
 
 def total(stats: list[ProcessStats]) -> ProcessStats:
-    """Return the sum over processes; pid is 0, and engine joins the distinct names."""
-    sums = {
-        field.name: sum(getattr(each, field.name) for each in stats) for field in fields(ProcessStats)[2:]
-    }
+    """Return the sum over processes; pid is 0, host is "", and engine joins the distinct names."""
+    counts = [field.name for field in fields(ProcessStats) if field.name not in ("pid", "engine", "host")]
+    sums = {name: sum(getattr(each, name) for each in stats) for name in counts}
     return ProcessStats(
         pid=0, engine=", ".join(sorted({each.engine for each in stats if each.engine})), **sums
     )
@@ -119,7 +123,11 @@ def _create(path: Path) -> mmap.mmap:
     return mapped
 
 
-def _parse(data: bytes) -> ProcessStats:
+def _host(path: Path | None) -> str:
+    return path.stem.rpartition(".")[0] if path else ""
+
+
+def _parse(data: bytes, host: str) -> ProcessStats:
     if len(data) != _SIZE or not data.startswith(_MAGIC):
         raise ValueError(f"expected {_SIZE} bytes that start with {_MAGIC.decode()}, got {len(data)} bytes")
     _, pid, engine = _HEADER.unpack_from(data)
@@ -133,6 +141,7 @@ def _parse(data: bytes) -> ProcessStats:
         tokens=counts[TOKENS],
         appended_tokens=counts[APPENDED],
         layers=counts[LAYERS],
+        host=host,
     )
 
 

@@ -65,7 +65,9 @@ def _run(run: dict[str, Any]) -> dict[str, Any]:
     result = {
         "engine": after["engine"],
         "batches": batches,
-        "stats": {name: after[name] - before[name] for name in after if name not in ("pid", "engine")},
+        "stats": {
+            name: after[name] - before[name] for name in after if name not in ("pid", "engine", "host")
+        },
         "metrics": _metrics(llm),
         "seconds": {"start": round(ready - started, 2), "generate": round(done - ready, 2)},
         "max_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,

@@ -55,19 +55,24 @@ def test_json(tmp_path: Path) -> None:
 def test_prometheus(tmp_path: Path) -> None:
     write(tmp_path, 12)
     [file] = tmp_path.glob("*.stats")
+    host, _, pid = file.stem.rpartition(".")
     text = RUN.invoke(app, ["stats", str(tmp_path), "--prometheus"]).stdout
-    label = f'{{pid="{file.stem}",engine="vllm 0.32.0"}}'
+    label = f'{{host="{host}",pid="{pid}",engine="vllm 0.32.0"}}'
     assert (
         f"# TYPE fi_backend_attention_calls_total counter\nfi_backend_attention_calls_total{label} 12\n"
         in text
     )
     assert f"# TYPE fi_backend_layers gauge\nfi_backend_layers{label} 4\n" in text
-    sample = re.compile(r'[a-z_]+\{pid="\d+",engine="[^"]*"\} \d+')
+    sample = re.compile(r'[a-z_]+\{host="[^"]+",pid="\d+",engine="[^"]*"\} \d+')
     assert all(line.startswith("# ") or sample.fullmatch(line) for line in text.splitlines())
 
 
 def test_every_count_is_exported() -> None:
-    assert set(stats_module._HELP) == {field.name for field in fields(ProcessStats)} - {"pid", "engine"}
+    assert set(stats_module._HELP) == {field.name for field in fields(ProcessStats)} - {
+        "pid",
+        "engine",
+        "host",
+    }
 
 
 def test_steps_without_calls_are_pointed_out(tmp_path: Path) -> None:
@@ -91,6 +96,6 @@ def test_a_foreign_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ['a"b', "a\\b"])
 def test_labels_are_escaped(engine: str) -> None:
-    text = stats_module.prometheus_text([ProcessStats(7, engine, *([1] * (len(fields(ProcessStats)) - 2)))])
+    text = stats_module.prometheus_text([ProcessStats(7, engine, *([1] * 6), host=engine)])
     escaped = engine.replace("\\", "\\\\").replace('"', '\\"')
-    assert f'fi_backend_tokens_total{{pid="7",engine="{escaped}"}} 1' in text
+    assert f'fi_backend_tokens_total{{host="{escaped}",pid="7",engine="{escaped}"}} 1' in text

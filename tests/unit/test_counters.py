@@ -9,6 +9,7 @@ import subprocess
 import sys
 import timeit
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,6 +72,31 @@ def test_total_sums_processes(tmp_path: Path) -> None:
     assert (both.pid, both.engine, both.layers, both.steps) == (0, "vllm 1", 5, 1)
 
 
+def test_containers_that_share_a_folder_keep_their_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each container numbers its processes anew, so the same process id counts twice."""
+    for host, calls in (("b.example.org", 3), ("a", 5)):
+        monkeypatch.setattr(os, "uname", lambda host=host: SimpleNamespace(nodename=host))
+        Counters(tmp_path).add(CALLS, calls)
+    found = read_stats(tmp_path)
+    assert [(stats.host, stats.pid, stats.attention_calls) for stats in found] == [
+        ("a", os.getpid(), 5),
+        ("b.example.org", os.getpid(), 3),
+    ]
+    assert total(found).attention_calls == 8
+
+
+def test_a_file_without_a_host_is_read(tmp_path: Path) -> None:
+    """As versions before wrote it."""
+    mine = Counters(tmp_path)
+    mine.add(STEPS, 4)
+    assert mine.path is not None
+    mine.path.rename(tmp_path / "17.stats")
+    (stats,) = read_stats(tmp_path)
+    assert (stats.host, stats.steps) == ("", 4)
+
+
 def test_a_foreign_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "1.stats").write_text("something else")
     with pytest.raises(ValueError, match=r"1\.stats: expected 128 bytes"):
@@ -96,4 +122,5 @@ def test_add_takes_less_than_a_microsecond(tmp_path: Path) -> None:
     mine = Counters(tmp_path)
     seconds = min(timeit.repeat(lambda: mine.add(CALLS), number=20_000, repeat=5)) / 20_000
     assert seconds < 1e-6
-    assert os.path.getsize(tmp_path / f"{os.getpid()}.stats") == 128
+    assert mine.path is not None
+    assert os.path.getsize(mine.path) == 128

@@ -40,11 +40,11 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     return config
 
 
-def _layer(config: Any, name: str, **options: Any) -> Any:
+def _layer(config: Any, name: str, *, head_size_v: int = HEAD_DIM, **options: Any) -> Any:
     """Build a layer as vLLM's model code does, and put it where vLLM keeps it."""
     layer = SimpleNamespace(
         impl=impl.FiAttentionImpl(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, **options),
-        head_size_v=HEAD_DIM,
+        head_size_v=head_size_v,
         _k_scale=torch.tensor(1.0),
         _v_scale=torch.tensor(1.0),
     )
@@ -112,11 +112,31 @@ def test_layers_of_one_kind_share_a_plan(config: Any) -> None:
     for index in range(4):
         _layer(config, f"layer{index}", sliding_window=None if index % 2 else 8)
     builder = _builder(config, [f"layer{index}" for index in range(4)])
-    assert sorted(spec.window_left for spec in builder.attention) == [-1, 7]
+    assert sorted(spec.window_left for spec, _ in builder.attention) == [-1, 7]
     before = counters().snapshot()
     builder.build(0, _common([1], [5]))
     after = counters().snapshot()
     assert (after.steps - before.steps, after.plans - before.plans) == (1, 2)
+
+
+def test_layers_that_differ_in_the_size_of_v_alone(config: Any) -> None:
+    """vLLM tells the size of V to the layer and not to its impl, whose spec is the same."""
+    random = torch.Generator().manual_seed(3)
+    common = _common([3, 1], [20, 40])
+    layers = [_layer(config, f"v{size}", head_size_v=size) for size in (HEAD_DIM, 8)]
+    metadata = _builder(config, ["v32", "v8"]).build(0, common)
+    q, k, v = (torch.randn(4, heads, HEAD_DIM, generator=random) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    history = torch.randn(_cache().shape, generator=random)
+    outputs = []
+    for layer in layers:
+        size = layer.head_size_v
+        cache = history[..., : HEAD_DIM + size].contiguous()
+        layer.impl.do_kv_cache_update(layer, k, v[..., :size].contiguous(), cache, common.slot_mapping)
+        out = torch.full((4, HEADS, size), math.nan)
+        outputs.append(layer.impl.forward(layer, q, k, v, cache, metadata, out))
+    wide, narrow = outputs
+    assert not wide.isnan().any()
+    torch.testing.assert_close(narrow, wide[..., :8])
 
 
 def test_a_step_is_counted_once_for_all_groups(config: Any) -> None:

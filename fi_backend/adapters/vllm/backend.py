@@ -88,6 +88,11 @@ class FiBackend(KVLayoutOf026, AttentionBackend):
         return True
 
     @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """Return False: no connector has moved blocks of a cache that fi reads or writes."""
+        return False
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         """Return False: the plan covers the host's query lengths.
 

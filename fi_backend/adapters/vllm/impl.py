@@ -16,7 +16,7 @@ from fi_backend.core.counters import APPENDED, CALLS, LAYERS, TOKENS, counters
 from fi_backend.errors import UnsupportedError
 
 from . import compat
-from .metadata import FiMetadata
+from .metadata import FiMetadata, layer_kind
 from .translate import layer_spec, refuse_unknown_options, step_limits
 from .workspace import reserve
 
@@ -118,7 +118,7 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
         k_cache, v_cache = self._split(kv_cache)
-        attn_metadata.attention[self.spec].run(
+        attn_metadata.attention[layer_kind(layer)].run(
             query[:tokens],
             k_cache,
             v_cache,

@@ -19,19 +19,27 @@ from . import compat
 from .translate import draft_tokens, step_limits
 from .workspace import batch_attention
 
+LayerKind = tuple[AttentionSpec, int]
+
+
+def layer_kind(layer: Any) -> LayerKind:
+    """Return what tells layers of one KV cache group apart: the spec of its impl, and the head size of V.
+
+    vLLM tells the size of V to the layer alone, not to its impl.
+    """
+    return layer.impl.spec, layer.head_size_v
+
 
 @dataclass
 class FiMetadata:
     """What the layers of one KV cache group need in one step.
 
     num_actual_tokens: query tokens; rows past them are padding.
-    attention: the planned attention of each kind of layer, by the layer's own spec.
-    slot_mapping: int64 [tokens], for KV connectors.
+    attention: the planned attention of each layer, by `layer_kind`; layers of one kind share one.
     """
 
     num_actual_tokens: int
-    attention: dict[AttentionSpec, BatchAttention]
-    slot_mapping: torch.Tensor
+    attention: dict[LayerKind, BatchAttention]
 
 
 class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
@@ -50,13 +58,14 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
         self.block_size: int = kv_cache_spec.block_size
         # A step is planned once for each KV cache group and counted once.
         self._counts_steps = int(next(filter(_runs_here, layers.items()))[0] in layer_names)
-        self.attention: dict[AttentionSpec, BatchAttention] = {}
+        self.attention: dict[LayerKind, BatchAttention] = {}
         for name in layer_names:
-            # Windows, caps and head counts may differ among the layers that share a cache.
-            declared: AttentionSpec = layers[name].impl.spec
-            if declared not in self.attention:
-                spec = replace(declared, page_size=self.block_size, head_dim_v=layers[name].head_size_v)
-                self.attention[declared] = batch_attention(spec, self._limits, device)
+            # Windows, caps, head counts and sizes of V may differ among the layers that share a cache.
+            kind = layer_kind(layers[name])
+            if kind not in self.attention:
+                declared, head_dim_v = kind
+                spec = replace(declared, page_size=self.block_size, head_dim_v=head_dim_v)
+                self.attention[kind] = batch_attention(spec, self._limits, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -89,7 +98,7 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
         count = counters()
         count.add(STEPS, self._counts_steps)
         count.add(PLANS, len(self.attention))
-        return FiMetadata(int(qo_indptr_host[-1]), self.attention, common.slot_mapping)
+        return FiMetadata(int(qo_indptr_host[-1]), self.attention)
 
 
 def _runs_here(layer: tuple[str, Any]) -> bool:

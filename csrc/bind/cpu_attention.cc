@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Checks that run once a launch: full optimisation gains nothing here and nearly doubles the build time.
+#pragma GCC optimize("O1")
 #include "../core/scratch.h"
 #include "../cpu/attention.h"
 #include "tensor_checks.h"
@@ -86,6 +88,16 @@ void expect_rows_inside(const AttentionParams& p, int64_t available) {
                                 << "; got " << p.level.row_end[r] << ".";
 }
 
+void expect_mask_inside(const AttentionParams& p, int64_t bytes) {
+  for (int32_t r = 0; r < p.num_requests; ++r) {
+    const int64_t bits = (int64_t(p.qo_indptr[r + 1]) - p.qo_indptr[r]) * p.mask_kv_len[r];
+    if (p.mask_begin[r] < 0 || p.mask_kv_len[r] < 0 || p.mask_begin[r] + (bits + 7) / 8 > bytes)
+      TVM_FFI_THROW(ValueError) << "mask: expected request " << r << " within the " << bytes
+                                << " bytes of the mask; got " << bits << " bits from byte " << p.mask_begin[r]
+                                << ". Call plan() again when query lengths grow.";
+  }
+}
+
 }  // namespace
 
 void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_indptr,
@@ -102,6 +114,7 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_ind
   expect_shape("q", q, {-1, -1, -1});
   expect_unit_stride("q", q);
   const int64_t tokens = q.size(0), heads = q.size(1), dim = q.size(2);
+  if (dim < 1) TVM_FFI_THROW(ValueError) << "q: expected head_dim >= 1; got shape " << shape_text(q) << ".";
   if (k_cache.ndim() != 3 && k_cache.ndim() != 4)
     TVM_FFI_THROW(ValueError)
         << "k_cache: expected [pages, page_size, KV heads, head_dim] or [tokens, KV heads, head_dim]; got "
@@ -185,6 +198,7 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_ind
     p.custom_mask = data<const uint8_t>(mask.value());
     p.mask_begin = data<const int64_t>(mask_begin.value());
     p.mask_kv_len = data<const int32_t>(mask_kv_len.value());
+    expect_mask_inside(p, mask.value().size(0));
   }
 
   expect_host("out", out);

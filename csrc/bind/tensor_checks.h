@@ -8,15 +8,12 @@
 #include <sstream>
 #include <string>
 
-// Formatting a message is much code; inlined at every call it made this the slowest file to compile.
-#define FI_OUT_OF_LINE __attribute__((noinline)) inline
-
 namespace fi::bind {
 
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
-FI_OUT_OF_LINE std::string shape_text(const TensorView& t) {
+inline std::string shape_text(const TensorView& t) {
   std::ostringstream out;
   out << "[";
   for (int i = 0; i < t.ndim(); ++i) out << (i ? ", " : "") << t.size(i);
@@ -24,7 +21,7 @@ FI_OUT_OF_LINE std::string shape_text(const TensorView& t) {
   return out.str();
 }
 
-FI_OUT_OF_LINE std::string dtype_text(DLDataType d) { return tvm::ffi::DLDataTypeToString(d); }
+inline std::string dtype_text(DLDataType d) { return tvm::ffi::DLDataTypeToString(d); }
 
 inline bool same_dtype(DLDataType a, DLDataType b) {
   return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
@@ -40,21 +37,20 @@ inline constexpr DLDataType kBFloat16{kDLBfloat, 16, 1};
 inline constexpr DLDataType kE4M3{kDLFloat8_e4m3fn, 8, 1};
 inline constexpr DLDataType kE5M2{kDLFloat8_e5m2, 8, 1};
 
-FI_OUT_OF_LINE void expect_host(const char* name, const TensorView& t) {
+inline void expect_host(const char* name, const TensorView& t) {
   if (t.device().device_type != kDLCPU)
     TVM_FFI_THROW(ValueError) << name << ": expected a tensor in host memory; got one of device type "
                               << int(t.device().device_type) << ". Move it with .cpu().";
 }
 
-FI_OUT_OF_LINE void expect_dtype(const char* name, const TensorView& t, DLDataType expected) {
+inline void expect_dtype(const char* name, const TensorView& t, DLDataType expected) {
   if (!same_dtype(t.dtype(), expected))
     TVM_FFI_THROW(TypeError) << name << ": expected " << dtype_text(expected) << "; got "
                              << dtype_text(t.dtype()) << ". Convert it with .to().";
 }
 
 // -1 in `shape` takes any size.
-FI_OUT_OF_LINE void expect_shape(const char* name, const TensorView& t,
-                                 std::initializer_list<int64_t> shape) {
+inline void expect_shape(const char* name, const TensorView& t, std::initializer_list<int64_t> shape) {
   bool same = t.ndim() == int(shape.size());
   int i = 0;
   for (int64_t n : shape) {
@@ -72,14 +68,14 @@ FI_OUT_OF_LINE void expect_shape(const char* name, const TensorView& t,
   TVM_FFI_THROW(ValueError) << name << ": expected shape " << text.str() << "]; got " << shape_text(t) << ".";
 }
 
-FI_OUT_OF_LINE void expect_unit_stride(const char* name, const TensorView& t) {
+inline void expect_unit_stride(const char* name, const TensorView& t) {
   const int last = t.ndim() - 1;
   if (t.size(last) > 1 && t.stride(last) != 1)
     TVM_FFI_THROW(ValueError) << name << ": expected unit stride in the last dimension; got "
                               << t.stride(last) << ". Call .contiguous() on it.";
 }
 
-FI_OUT_OF_LINE void expect_vector(const char* name, const TensorView& t, DLDataType dtype, int64_t size) {
+inline void expect_vector(const char* name, const TensorView& t, DLDataType dtype, int64_t size) {
   expect_host(name, t);
   expect_dtype(name, t, dtype);
   expect_shape(name, t, {size});

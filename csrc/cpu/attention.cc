@@ -13,6 +13,22 @@
 #endif
 
 namespace fi::cpu {
+namespace {
+
+// About ten microseconds of work: waking the threads costs more than they save.
+constexpr int64_t kSerialWork = int64_t(8192) * 256;
+
+// Multiplications, with rows counted in the sixteens in which they are handled.
+bool is_small(const AttentionParams& p, const PlanHeader& header) {
+  const auto* items = reinterpret_cast<const WorkItem*>(p.plan + p.layout.items);
+  const int64_t limit = kSerialWork / (p.head_dim + p.head_dim_v) / header.num_kv_heads;
+  int64_t products = 0;
+  for (int32_t i = 0; i < header.num_items && products < limit; ++i)
+    products += (items[i].q_rows + 15) / 16 * 16 * (int64_t(items[i].kv_end) - items[i].kv_begin);
+  return products < limit;
+}
+
+}  // namespace
 
 void run_attention(const AttentionParams& params, int num_threads) {
   using ThisExecutor = Executor<dtype::FI_Q_DTYPE, dtype::FI_KV_DTYPE, FI_VARIANT>;
@@ -22,6 +38,8 @@ void run_attention(const AttentionParams& params, int num_threads) {
   const int32_t heads = header->num_kv_heads;
   const int32_t tickets = header->num_items * heads;
   const int32_t queues = header->num_queues;
+
+  if (is_small(params, *header)) num_threads = 1;
 
 #pragma omp parallel num_threads(num_threads)
   {

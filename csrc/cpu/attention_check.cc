@@ -27,20 +27,20 @@ std::string check_lengths(const AttentionParams& p, const int32_t* bounds, int64
   const LevelParams& level = p.level;
   if (p.qo_indptr[0] < 0) return "qo_indptr[0]: expected >= 0; got " + str(p.qo_indptr[0]) + ".";
   for (int32_t r = 0; r < p.num_requests; ++r) {
-    const std::string at = std::string("[").append(str(r)).append("]: expected ");
+    const auto at = [r](const char* name) { return std::string(name) + "[" + str(r) + "]: expected "; };
     if (p.qo_indptr[r + 1] < p.qo_indptr[r])
       return "qo_indptr[" + str(r + 1) + "]: expected a non-decreasing sequence; got " +
              str(p.qo_indptr[r + 1]) + " after " + str(p.qo_indptr[r]) + ".";
-    if (level.kv_lens[r] < 0) return "kv_lens" + at + ">= 0; got " + str(level.kv_lens[r]) + ".";
+    if (level.kv_lens[r] < 0) return at("kv_lens") + ">= 0; got " + str(level.kv_lens[r]) + ".";
     if (level.kv_lens[r] > bounds[r])
-      return "kv_lens" + at + "at most " + str(bounds[r]) + ", the length that the plan was made for; got " +
+      return at("kv_lens") + "at most " + str(bounds[r]) + ", the length that the plan was made for; got " +
              str(level.kv_lens[r]) + ". Plan with an upper bound of the lengths.";
     if (level.row_begin[r] < 0 || level.row_end[r] < level.row_begin[r])
-      return "row_end" + at + ">= row_begin = " + str(level.row_begin[r]) + " >= 0; got " +
+      return at("row_end") + ">= row_begin = " + str(level.row_begin[r]) + " >= 0; got " +
              str(level.row_end[r]) + ".";
     const int64_t pages = (level.row_end[r] - level.row_begin[r] + level.index_step - 1) / level.index_step;
     if (p.qo_indptr[r + 1] > p.qo_indptr[r] && level.kv_lens[r] > pages * level.page_size)
-      return "kv_lens" + at + "at most " + str(pages * level.page_size) + ", the capacity of its " +
+      return at("kv_lens") + "at most " + str(pages * level.page_size) + ", the capacity of its " +
              str(pages) + " pages of " + str(level.page_size) + " tokens; got " + str(level.kv_lens[r]) + ".";
   }
   if (p.qo_indptr[p.num_requests] > num_tokens)

@@ -156,17 +156,19 @@ class Executor {
     std::fill_n(softmax_, rows_, RunningSoftmax{});
     std::fill_n(o_, rows_ * o_stride_, 0.0f);
     const int32_t first = std::max(begin, keys_.begin), last = std::min(end, keys_.end);
-    const int32_t start = begin + (first - begin) / kKeyTile * kKeyTile;
-    const auto tile_range = [&](int32_t t) {
-      return KeyRange{std::max(first - t, 0), std::min(last - t, kKeyTile)};
+    const int64_t start = begin + (first - begin) / kKeyTile * kKeyTile;
+    const auto locate_tile = [&](Tokens<KV>& tokens, int64_t tile) {
+      tokens.begin = tokens.end = 0;
+      if (tile >= last) return;
+      const int64_t low = std::max<int64_t>(first - tile, 0), high = std::min<int64_t>(last - tile, kKeyTile);
+      locate_tokens(tokens, int32_t(tile), {int32_t(low), int32_t(high)});
     };
-    if (start < last) locate_tokens(tokens_[0], start, tile_range(start));
+    locate_tile(tokens_[0], start);
     with_engine([&](auto& engine) {
-      for (int32_t t = start, i = 0; t < last; t += kKeyTile, ++i) {
-        Tokens<KV>& next = tokens_[(i + 1) % 2];
-        next.begin = next.end = 0;
-        if (t + kKeyTile < last) locate_tokens(next, t + kKeyTile, tile_range(t + kKeyTile));
-        attend_tile(engine, t, tokens_[i % 2], next);
+      int now = 0;
+      for (int64_t tile = start; tile < last; tile += kKeyTile, now = 1 - now) {
+        locate_tile(tokens_[1 - now], tile + kKeyTile);
+        attend_tile(engine, int32_t(tile), tokens_[now], tokens_[1 - now]);
       }
     });
     for (int r = 0; r < rows_; ++r) {
@@ -278,10 +280,12 @@ class Executor {
   }
 
   void transform_row(int r, int32_t tile) {
-    LogitIndexOf<IVec> index{request_, token_[r], q_pos0_ + token_[r], {}, qo_head_[r], kv_head_};
+    IVec lane;
+    for (int i = 0; i < kLanes; ++i) lane[i] = i;
     for (int k = 0; k < kKeyTile; k += kLanes) {
       float* s = s_ + r * kKeyTile + k;
-      for (int i = 0; i < kLanes; ++i) index.kv_pos[i] = tile + k + i;
+      const LogitIndexOf<IVec> index{request_,          token_[r],   q_pos0_ + token_[r],
+                                     lane + (tile + k), qo_head_[r], kv_head_};
       Vec x = load(s) * logit_scale_;
       if (Variant::has_transform(*p_)) x = Variant::template logits_transform<VecMath>(*p_, x, index);
       store(s, x);

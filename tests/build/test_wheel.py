@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distributions: what they carry, and that a module builds from an installed wheel alone."""
+"""The distributions: what they carry, and that an installed wheel alone builds a module and serves."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from fi_backend import env
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,6 +28,17 @@ assert Path(fi_backend.__file__).parent == package, fi_backend.__file__
 assert jit.csrc_root() == package / "csrc", jit.csrc_root()
 from fi_backend.core.planner import MODULE
 print(sorted(dir(jit.load(MODULE))) and "loaded")
+"""
+
+# What pip makes of vLLM's entry point, and a record of where the package comes from. The record is at module
+# level for the processes that vLLM spawns, which import the launcher again.
+LAUNCHER = """#!{python}
+import importlib.util, sys
+from vllm.entrypoints.cli.main import main
+with open({origins!r}, "a") as file:
+    print(importlib.util.find_spec("fi_backend").origin, file=file)
+if __name__ == "__main__":
+    sys.exit(main())
 """
 
 
@@ -72,3 +88,37 @@ def test_installed_wheel_builds_and_loads_a_module(distributions: tuple[Path, Pa
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "loaded"
+
+
+@pytest.mark.engine
+def test_installed_wheel_serves_with_vllm(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+    """An environment of the wheel and of the packages around it, none of them the checkout."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    home, origins = tmp_path / "venv", tmp_path / "origins.txt"
+    venv.create(home, with_pip=False)
+    python = home / "bin" / "python"
+    install = ["--python", str(python), "install", "-q", "--no-deps", "--no-index", str(distributions[0])]
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True)
+    (site,) = home.glob("lib/python*/site-packages")
+    # Bare paths: .pth files in those folders, by which an editable install works, are not followed.
+    (site / "others.pth").write_text(
+        "\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    )
+    launcher = home / "bin" / "vllm"
+    launcher.write_text(LAUNCHER.format(python=python, origins=str(origins)))
+    launcher.chmod(0o755)
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    # The modules are those of the checkout, byte for byte, and need no second compilation.
+    environment = env.child_environment(FI_BACKEND_CACHE_DIR=str(env.cache_dir()), PYTHONPATH="")
+    demo = subprocess.run(
+        [str(python), str(tmp_path / "scripts" / "demo.py")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert "back end fi served" in demo.stdout
+    assert "answer correct" in demo.stdout
+    assert set(origins.read_text().splitlines()) == {str(site / "fi_backend" / "__init__.py")}

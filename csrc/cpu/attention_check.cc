@@ -50,7 +50,7 @@ std::string check_lengths(const AttentionParams& p, const int32_t* bounds, int64
 }
 
 // A request that has grown since the plan has rows that no item would write.
-std::string check_coverage(const AttentionParams& p, const PlanHeader& h) {
+std::string check_coverage(const AttentionParams& p, const PlanHeader& h, const int32_t* bounds) {
   const auto* items = reinterpret_cast<const WorkItem*>(p.plan + p.layout.items);
   thread_local std::vector<int64_t> planned;
   planned.assign(size_t(p.num_requests), 0);
@@ -64,6 +64,13 @@ std::string check_coverage(const AttentionParams& p, const PlanHeader& h) {
       return "qo_indptr: expected at most the " + str(planned[size_t(r)] / p.group) +
              " query tokens that request " + str(r) + " was planned with; got " + str(tokens) +
              ". Call plan() again when query lengths grow.";
+    // The items of a causal tile end at the last key that its rows saw when they were planned.
+    const int64_t planned_tokens = planned[size_t(r)] / p.group;
+    const int64_t first = p.level.kv_lens[r] - tokens, planned_first = bounds[r] - planned_tokens;
+    if (p.causal && tokens > 0 && first > planned_first && planned[size_t(r)] > kMaxQueryTile)
+      return "qo_indptr: expected the first query of request " + str(r) + " at position " +
+             str(planned_first) + " or before, as planned; got " + str(first) +
+             ". Call plan() again when query lengths shrink and KV lengths do not.";
   }
   return {};
 }
@@ -100,7 +107,7 @@ std::string find_error(const AttentionParams& p, int64_t num_tokens, bool check_
   const auto* bounds = reinterpret_cast<const int32_t*>(p.plan + p.layout.kv_len_bounds);
   std::string error = check_plan(p, header);
   if (error.empty()) error = check_lengths(p, bounds, num_tokens);
-  if (error.empty()) error = check_coverage(p, header);
+  if (error.empty()) error = check_coverage(p, header, bounds);
   if (error.empty() && check_pages) error = check_page_ids(p);
   return error;
 }

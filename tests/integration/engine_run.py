@@ -160,11 +160,35 @@ def _louder_queries() -> AbstractContextManager[Any]:
     return patch.object(BatchAttention, "run", louder)
 
 
+def _shorten_items() -> AbstractContextManager[Any]:
+    """Let the native kernels run plans in which every query tile lacks the last 16 keys."""
+    from fi_backend.core.attention import BatchAttention
+    from fi_backend.core.plan import WORK_ITEM
+
+    original = BatchAttention.plan
+
+    def damaged(self: BatchAttention, *args: Any, **kwargs: Any) -> Any:
+        plan = original(self, *args, **kwargs)
+        start = plan.layout.items
+        items = self._plan_buffer.numpy()[start : start + plan.items.nbytes].view(WORK_ITEM)
+        last: dict[tuple[int, int], int] = {}
+        for item in items:
+            tile = int(item["request"]), int(item["q_begin"])
+            last[tile] = max(last.get(tile, 0), int(item["kv_end"]))
+        for item in items:
+            seen = last[int(item["request"]), int(item["q_begin"])] - 16
+            item["kv_end"] = max(item["kv_begin"], min(item["kv_end"], seen))
+        return plan
+
+    return patch.object(BatchAttention, "plan", damaged)
+
+
 SABOTAGE: dict[str | None, Callable[[], AbstractContextManager[Any]]] = {
     None: nullcontext,
     "ignore_last_page": _ignore_last_page,
     "drop_appends": _drop_appends,
     "louder_queries": _louder_queries,
+    "shorten_items": _shorten_items,
 }
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def test_answers_after_preemption(long_runs: Any, shape: tuple[int, int]) -> Non
 
 
 ANSWER = 32
-SABOTAGES = ("ignore_last_page", "drop_appends")
+SABOTAGES = ("ignore_last_page", "drop_appends", "shorten_items")
 DRAFTED = "a draft model"
 SMALL = {"max_model_len": 2048, "kv_cache_memory_bytes": 2**24, "block_size": 16}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -204,7 +204,10 @@ def test_a_draft_model_runs_on_fi_too(variants: Any) -> None:
 
 @pytest.mark.parametrize("sabotage", SABOTAGES)
 def test_a_broken_back_end_changes_the_answer(variants: Any, sabotage: str) -> None:
-    """The tests of this file can fail: what is broken on purpose is seen in every answer."""
+    """The tests of this file can fail: what is broken on purpose is seen in every answer.
+
+    Two sabotages change what the back end is told, the third what the native kernels execute.
+    """
     _, answers = copy_questions((60, 333, 1500), ANSWER)
     assert_served(variants[sabotage], LAYERS)
     for texts in _texts(variants[sabotage]):

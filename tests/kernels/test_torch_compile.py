@@ -16,7 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fi_backend.core import kernels
 from fi_backend.core.append import append_kv
+from fi_backend.core.attention import BatchAttention
 from fi_backend.core.merge import merge_state, merge_states
+from fi_backend.core.page_table import PageTable
 from fi_backend.core.spec import AttentionSpec
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -117,6 +119,36 @@ def test_append_inside_a_compiled_function(kv_dtype: str) -> None:
         caches.append((k, v))
     for traced, eager in zip(*caches, strict=True):
         assert_bitwise_equal("cache", traced, eager)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_append_and_attention_over_one_packed_cache_in_one_graph(backend: str) -> None:
+    """K and V are views of one tensor that the graph writes and then reads, as under an engine."""
+    random = torch.Generator().manual_seed(0)
+    spec = AttentionSpec(4, 2, 64, dtype="float32")
+    attn = BatchAttention(spec, max_requests=1, max_tokens=5, max_kv_len=64)
+    blocks, lens = torch.arange(4, dtype=torch.int32)[None], torch.tensor([50], dtype=torch.int32)
+    attn.plan(torch.tensor([0, 5], dtype=torch.int32), PageTable.from_block_table(blocks, lens, page_size=16))
+    slots = torch.arange(45, 50)
+    q, k, v = (torch.randn(5, heads, 64, generator=random) for heads in (4, 2, 2))
+    history = torch.randn(4, 2, 16, 128, generator=random)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
+        tokens_first = cache.transpose(1, 2)
+        k_cache, v_cache = tokens_first[..., :64], tokens_first[..., 64:]
+        append_kv(k * 2, v, k_cache, v_cache, slots)
+        return attn.run(q * 0.5, k_cache, v_cache) + 1
+
+    results = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
+        cache = history.clone()
+        results.append((function(q, k, v, cache), cache))
+    (eager, written), (traced, traced_cache) = results
+    assert_bitwise_equal("out", traced, eager)
+    assert_bitwise_equal("cache", traced_cache, written)
+    assert not torch.equal(written, history)
+    stale = attn.run(q * 0.5, *history.transpose(1, 2).split(64, dim=-1)) + 1
+    assert not torch.equal(eager, stale), "the attention did not see what the graph had written"
 
 
 def test_merge_inside_a_compiled_function() -> None:

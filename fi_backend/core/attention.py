@@ -184,6 +184,11 @@ class BatchAttention:
         heads, dim, dim_v = self.spec.num_qo_heads, self.spec.head_dim, self.spec.head_dim_v
         if q.dim() != 3 or q.shape[1] != heads or q.shape[2] != dim:
             raise ValueError(f"q: expected [tokens, {heads}, {dim}], as the spec says; got {tuple(q.shape)}.")
+        if k_cache.dim() >= 2 and k_cache.shape[-2] != self.spec.num_kv_heads:
+            raise ValueError(
+                f"k_cache: expected {self.spec.num_kv_heads} KV heads in its last dimension but one, as the "
+                f"spec says; got {tuple(k_cache.shape)}."
+            )
         if v_cache.shape[-1:] != (dim_v,):
             raise ValueError(
                 f"v_cache: expected head_dim_v = {dim_v} elements in its last dimension, as the spec says; "

@@ -44,7 +44,7 @@ def test_version() -> None:
         (["explain", "--kv-lens", "5", "--ctas", "0"], "--ctas: expected >= 1; got 0"),
         (
             ["explain", "--kv-lens", "5", "--window", "-2"],
-            "--window: expected -1 (off) or >= 0 tokens; got -2",
+            "--window: expected -1 (off) or 0..2147483647 tokens; got -2",
         ),
         (["explain", "--kv-lens", "5", "--costs", "abacus"], "--costs: expected cuda or cpu; got 'abacus'"),
         (["explain", "--step", "/nowhere/step.json"], "/nowhere/step.json"),

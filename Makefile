@@ -16,12 +16,13 @@ CXX_FILES = $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -na
 export FI_BACKEND_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache
 
 .NOTPARALLEL:
-.PHONY: help demo test test-vllm-versions lint format wheel modules setup clean
+.PHONY: help demo test test-vllm-versions test-isa lint format wheel modules setup clean
 
 help:
 	@echo "make demo     serve a small model with vLLM on fi and check its answer"
 	@echo "make test     lint, types and all tests that this machine can run"
 	@echo "make test-vllm-versions  the adapter under other versions of vLLM (downloads them)"
+	@echo "make test-isa  the CPU kernels compiled for other instruction sets"
 	@echo "make lint     ruff, mypy, clang-format"
 	@echo "make format   rewrite the sources in the project's format"
 	@echo "make wheel    sdist and wheel into dist/"
@@ -36,6 +37,10 @@ test: $(VENV)/.vllm $(VENV)/.dev lint modules
 # Downloads the wheels of other vLLM versions and runs their Python on the kernels of this checkout.
 test-vllm-versions: $(VENV)/.vllm $(VENV)/.dev modules
 	$(BIN)/python -m pytest tests/integration/test_vllm_versions.py --vllm-versions $(PYTEST_ARGS)
+
+# The kernels take other branches on machines without AVX-512 or AMX: three compilations, minutes.
+test-isa: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/kernels/test_other_isa.py --other-isa $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

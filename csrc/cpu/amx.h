@@ -20,16 +20,20 @@ inline bool available() {
   return granted;
 }
 
-// All eight tiles full size. Costs about a hundred cycles; other code of the thread may change it.
-inline void configure() {
+// How the tiles are used: sums and weights have a row for each query row, scores and queries a column.
+enum Tile { kSums0, kSums1, kSums2, kSums3, kWeights, kScores, kOperand, kQueries };
+
+// Shapes the tiles for this many query rows, 1 to 16; fewer take less time. Costs about a hundred cycles;
+// other code of the thread may change it.
+inline void configure(int rows) {
   struct alignas(64) Config {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
   } config;
   for (int i = 0; i < 8; ++i) {
-    config.row_bytes[i] = kRowBytes;
-    config.rows[i] = kRows;
+    config.row_bytes[i] = uint16_t(i == kScores || i == kQueries ? rows * 4 : kRowBytes);
+    config.rows[i] = uint8_t(i <= kWeights ? rows : kRows);
   }
   asm volatile("ldtilecfg %0" ::"m"(config));
 }

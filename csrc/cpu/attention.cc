@@ -28,6 +28,17 @@ bool is_small(const AttentionParams& p, const PlanHeader& header) {
   return products < limit;
 }
 
+// KV heads of an item that a thread takes at once: as many as leave every thread enough to choose from.
+int32_t heads_together(const PlanHeader& header, int num_threads, int32_t limit) {
+  constexpr int64_t kShare = 8;
+  int32_t best = 1;
+  for (int32_t n = 2; n <= std::min(header.num_kv_heads, limit); ++n)
+    if (header.num_kv_heads % n == 0 &&
+        int64_t(header.num_items) * (header.num_kv_heads / n) >= kShare * num_threads)
+      best = n;
+  return best;
+}
+
 }  // namespace
 
 void run_attention(const AttentionParams& params, int num_threads) {
@@ -36,10 +47,13 @@ void run_attention(const AttentionParams& params, int num_threads) {
   const auto* queue_begin = reinterpret_cast<const int32_t*>(params.plan + params.layout.queue_begin);
   const auto* queue_entries = reinterpret_cast<const int32_t*>(params.plan + params.layout.queue_entries);
   const int32_t heads = header->num_kv_heads;
-  const int32_t tickets = header->num_items * heads;
   const int32_t queues = header->num_queues;
-
   if (is_small(params, *header)) num_threads = 1;
+  const int32_t together = ThisExecutor::prefers_many_heads(params)
+                               ? heads_together(*header, num_threads, ThisExecutor::kMaxHeads)
+                               : 1;
+  const int32_t groups = heads / together;
+  const int32_t tickets = header->num_items * groups;
 
 #pragma omp parallel num_threads(num_threads)
   {
@@ -48,11 +62,11 @@ void run_attention(const AttentionParams& params, int num_threads) {
     if (queues > 0) {
       for (int32_t q = omp_get_thread_num(); q < queues; q += omp_get_num_threads())
         for (int32_t i = queue_begin[q]; i < queue_begin[q + 1]; ++i)
-          executor.run_ticket(queue_entries[i] / heads, queue_entries[i] % heads);
+          executor.run_tickets(queue_entries[i] / heads, queue_entries[i] % heads, 1);
     } else {
       std::atomic_ref<int32_t> next(params.counters[0]);
       for (int32_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tickets;)
-        executor.run_ticket(t / heads, t % heads);
+        executor.run_tickets(t / groups, t % groups * together, together);
     }
     executor.end();
   }

@@ -6,6 +6,7 @@
 
 #include "../core/params.h"
 #include "../core/variant.h"
+#include "amx_few_rows.h"
 #include "amx_tile.h"
 #include "prefetch.h"
 #include "softmax.h"
@@ -20,11 +21,14 @@ struct VecMath {
 
 #if defined(FI_AMX)
 template <class Q, class KV>
-inline constexpr bool kHasAmx = std::is_same_v<Q, dtype::bfloat16> && AmxTile<KV>::kExact;
+inline constexpr bool kHasAmx = std::is_same_v<Q, dtype::bfloat16> && AmxBase<KV>::kExact;
 #else
 template <class Q, class KV>
 inline constexpr bool kHasAmx = false;
 #endif
+
+// Row slots of one head when an item is run for several heads at once.
+inline constexpr int kSlotRows = 16;
 
 // Floats of an output row: whole groups of the engine's columns.
 inline constexpr int pad_columns(int dim) { return (dim + 31) / 32 * 32; }
@@ -32,6 +36,15 @@ inline constexpr int pad_columns(int dim) { return (dim + 31) / 32 * 32; }
 template <class Q, class KV, class Variant>
 class Executor {
  public:
+  // Heads that run_tickets() can take at once: a state has 16 row slots for each of them.
+  static constexpr int kMaxHeads = kMaxQueryTile / kSlotRows;
+
+  // Whether several heads at once are worth it: they are where their rows lie side by side, so that a thread
+  // reads whole pages instead of a piece of each.
+  static bool prefers_many_heads(const AttentionParams& p) {
+    return has_matrix_unit() && p.k_stride_head == p.head_dim && p.v_stride_head == p.head_dim_v;
+  }
+
   // Prepares this thread for a launch.
   void begin(const AttentionParams& params) {
     p_ = &params;
@@ -40,28 +53,51 @@ class Executor {
     if (params.head_dim > dim_capacity_ || params.head_dim_v > dim_v_capacity_) {
       dim_capacity_ = std::max(dim_capacity_, params.head_dim);
       dim_v_capacity_ = std::max(dim_v_capacity_, params.head_dim_v);
-      arena_.build([this] {
-        const int64_t outputs = int64_t(kMaxQueryTile) * pad_columns(dim_v_capacity_);
-        o_ = arena_.take<float>(outputs);
-        fold_ = arena_.take<float>(outputs);
-        s_ = arena_.take<float>(int64_t(kMaxQueryTile) * kKeyTile);
-        with_engine([this](auto& engine) {
-          engine.take_memory(arena_, kMaxQueryTile, dim_capacity_, dim_v_capacity_);
-        });
-      });
+      arena_.build([this] { take_memory(); });
     }
     with_engine([&](auto& engine) { engine.begin(params.head_dim, params.head_dim_v); });
+#if defined(FI_AMX)
+    few_rows_.begin(params.head_dim, params.head_dim_v);
+#endif
   }
 
   void end() {
-    with_engine([](auto& engine) { engine.end(); });
+#if defined(FI_AMX)
+    if (has_matrix_unit()) amx::release();
+#endif
   }
 
-  void run_ticket(int32_t item_index, int32_t kv_head) {
+  // Tickets of one item: KV heads [kv_head, kv_head + heads), heads <= kMaxHeads.
+  void run_tickets(int32_t item_index, int32_t kv_head, int32_t heads) {
     item_ = reinterpret_cast<const WorkItem*>(p_->plan + p_->layout.items) + item_index;
-    kv_head_ = kv_head;
-    logit_scale_ = p_->scale * (p_->k_scale ? p_->k_scale[kv_head * p_->k_scale_stride] : 1.0f);
     locate(item_->request, item_->q_begin, item_->q_rows);
+    const int32_t together = rows_ <= kSlotRows && has_matrix_unit() ? heads : 1;
+    for (int32_t h = 0; h < heads; h += together) run_heads(kv_head + h, together);
+  }
+
+ private:
+  static bool has_matrix_unit() {
+#if defined(FI_AMX)
+    if constexpr (kHasAmx<Q, KV>) return amx::available();
+#endif
+    return false;
+  }
+
+  void take_memory() {
+    const int64_t outputs = int64_t(kMaxQueryTile) * pad_columns(dim_v_capacity_);
+    o_ = arena_.take<float>(outputs);
+    fold_ = arena_.take<float>(outputs);
+    s_ = arena_.take<float>(int64_t(kMaxQueryTile) * kKeyTile);
+    with_engine(
+        [this](auto& engine) { engine.take_memory(arena_, kMaxQueryTile, dim_capacity_, dim_v_capacity_); });
+#if defined(FI_AMX)
+    if (has_matrix_unit()) few_rows_.take_memory(arena_, kMaxQueryTile, dim_capacity_, dim_v_capacity_);
+#endif
+  }
+
+  void run_heads(int32_t kv_head, int32_t heads) {
+    kv_head_ = kv_head;
+    heads_ = heads;
     if (rows_ > 0) {
       read_queries();
       const int32_t grid = header_->invariant_grid;
@@ -79,10 +115,23 @@ class Executor {
         }
       }
     }
-    if (item_->unit >= 0) arrive();
+    if (item_->unit >= 0)
+      for (int h = 0; h < heads; ++h) arrive(kv_head + h);
   }
 
- private:
+  // Calls f(slot, row) for every row of every head. Rows of one head alone fill the slots one by one.
+  template <class F>
+  void for_slots(F f) const {
+    for (int h = 0; h < heads_; ++h)
+      for (int r = 0; r < rows_; ++r) f(h * kSlotRows + r, r);
+  }
+
+  int32_t kv_head_of(int slot) const { return kv_head_ + (heads_ > 1 ? slot / kSlotRows : 0); }
+  int32_t qo_head_of(int slot, int row) const { return kv_head_of(slot) * p_->group + head_in_group_[row]; }
+  float logit_scale_of(int slot) const {
+    return p_->scale * (p_->k_scale ? p_->k_scale[kv_head_of(slot) * p_->k_scale_stride] : 1.0f);
+  }
+
   // Which rows exist, and which keys they may see: from the exact lengths, not from the plan's bounds.
   void locate(int32_t request, int32_t q_begin, int32_t q_rows) {
     const LevelParams& level = p_->level;
@@ -96,7 +145,7 @@ class Executor {
     keys_ = {kv_len_, 0};
     for (int r = 0; r < rows_; ++r) {
       token_[r] = (q_begin + r) / p_->group;
-      qo_head_[r] = kv_head_ * p_->group + (q_begin + r) % p_->group;
+      head_in_group_[r] = (q_begin + r) % p_->group;
       row_keys_[r] = Variant::visible_keys(*p_, q_pos0_ + token_[r], kv_len_);
       if (row_keys_[r].begin >= row_keys_[r].end) continue;
       keys_.begin = std::min(keys_.begin, row_keys_[r].begin);
@@ -119,18 +168,29 @@ class Executor {
     f(vector_);
   }
 
+  bool few_rows() const { return rows_ <= kSlotRows && has_matrix_unit(); }
+
   void read_queries() {
     const auto* base = static_cast<const Q*>(p_->q);
+    const auto read = [&](auto& engine, int slot, int row, int count) {
+      const Q* rows[kMaxQueryTile];
+      for (int i = 0; i < count; ++i)
+        rows[i] = base + (token0_ + token_[row + i]) * p_->q_stride_token +
+                  qo_head_of(slot + i, row + i) * p_->q_stride_head;
+      engine.set_queries(slot, count, rows);
+    };
+#if defined(FI_AMX)
+    if constexpr (kHasAmx<Q, KV>)
+      if (few_rows()) {
+        few_rows_.begin_item(rows_);
+        for (int h = 0; h < heads_; ++h) read(few_rows_, h * kSlotRows, 0, rows_);
+        return;
+      }
+#endif
     with_engine([&](auto& engine) {
       constexpr int kBlock = std::remove_reference_t<decltype(engine)>::kRowBlock;
-      for (int r = 0; r < rows_; r += kBlock) {
-        const int n = std::min(kBlock, rows_ - r);
-        const Q* rows[kBlock];
-        for (int i = 0; i < n; ++i)
-          rows[i] =
-              base + (token0_ + token_[r + i]) * p_->q_stride_token + qo_head_[r + i] * p_->q_stride_head;
-        engine.set_queries(r, n, rows);
-      }
+      engine.begin_item();
+      for (int r = 0; r < rows_; r += kBlock) read(engine, r, r, std::min(kBlock, rows_ - r));
     });
   }
 
@@ -141,64 +201,153 @@ class Executor {
   }
 
   void fold_chunks(int32_t grid) {
-    std::fill_n(fold_lse_, rows_, kEmpty);
-    std::fill_n(fold_, rows_ * o_stride_, 0.0f);
+    clear_fold();
     const int32_t end = std::min(item_->kv_end, keys_.end);
     for (int64_t k = first_key(grid); k < end; k += grid) {
       attend(int32_t(k), int32_t(std::min<int64_t>(k + grid, end)));
-      for (int r = 0; r < rows_; ++r)
-        merge_into(fold_ + r * o_stride_, fold_lse_[r], o_ + r * o_stride_, lse_[r], o_stride_);
+      for_slots([&](int slot, int) {
+        merge_into(fold_ + slot * o_stride_, fold_lse_[slot], o_ + slot * o_stride_, lse_[slot], o_stride_);
+      });
     }
+  }
+
+  void clear_fold() {
+    for_slots([&](int slot, int) {
+      fold_lse_[slot] = kEmpty;
+      std::fill_n(fold_ + slot * o_stride_, o_stride_, 0.0f);
+    });
   }
 
   // The attention state (o_, lse_) of every row over the keys in [begin, end).
   void attend(int32_t begin, int32_t end) {
-    std::fill_n(softmax_, rows_, RunningSoftmax{});
-    std::fill_n(o_, rows_ * o_stride_, 0.0f);
-    const int32_t first = std::max(begin, keys_.begin), last = std::min(end, keys_.end);
-    const int64_t start = begin + (first - begin) / kKeyTile * kKeyTile;
-    const auto locate_tile = [&](Tokens<KV>& tokens, int64_t tile) {
-      tokens.begin = tokens.end = 0;
-      if (tile >= last) return;
-      const int64_t low = std::max<int64_t>(first - tile, 0), high = std::min<int64_t>(last - tile, kKeyTile);
-      locate_tokens(tokens, int32_t(tile), {int32_t(low), int32_t(high)});
-    };
-    locate_tile(tokens_[0], start);
-    with_engine([&](auto& engine) {
-      int now = 0;
-      for (int64_t tile = start; tile < last; tile += kKeyTile, now = 1 - now) {
-        locate_tile(tokens_[1 - now], tile + kKeyTile);
-        attend_tile(engine, int32_t(tile), tokens_[now], tokens_[1 - now]);
-      }
+    for_slots([&](int slot, int) {
+      softmax_[slot] = RunningSoftmax{};
+      std::fill_n(o_ + slot * o_stride_, o_stride_, 0.0f);
     });
-    for (int r = 0; r < rows_; ++r) {
-      float* o = o_ + r * o_stride_;
-      if (softmax_[r].sum == 0.0f) {
-        lse_[r] = kEmpty;
-        std::fill_n(o, o_stride_, 0.0f);
-        continue;
+    first_ = std::max(begin, keys_.begin);
+    last_ = std::min(end, keys_.end);
+    const int64_t start = begin + (first_ - begin) / kKeyTile * kKeyTile;
+    locate_tile(tokens_[0], start);
+    if (few_rows()) {
+      if (start < last_) attend_few_rows(start);
+    } else {
+      with_engine([&](auto& engine) {
+        int now = 0;
+        for (int64_t tile = start; tile < last_; tile += kKeyTile, now = 1 - now) {
+          locate_tile(tokens_[1 - now], tile + kKeyTile);
+          attend_tile(engine, int32_t(tile), tokens_[now], tokens_[1 - now]);
+        }
+      });
+    }
+    for_slots([&](int slot, int) { finish_row(slot); });
+  }
+
+  void finish_row(int slot) {
+    float* o = o_ + slot * o_stride_;
+    if (softmax_[slot].sum == 0.0f) {
+      lse_[slot] = kEmpty;
+      std::fill_n(o, o_stride_, 0.0f);
+      return;
+    }
+    lse_[slot] = softmax_[slot].lse();
+    with_engine([&](auto& engine) { engine.finish_row(o); });
+    // Adding zero clears the sign of an underflown zero, which depends on skipped tiles.
+    for (int d = 0; d < o_stride_; d += kLanes) store(o + d, load(o + d) / softmax_[slot].sum + 0.0f);
+  }
+
+  void locate_tile(Tokens<KV>& tokens, int64_t tile) const {
+    tokens.begin = tokens.end = 0;
+    if (tile >= last_) return;
+    const int64_t low = std::max<int64_t>(first_ - tile, 0), high = std::min<int64_t>(last_ - tile, kKeyTile);
+    locate_tokens(tokens, int32_t(tile), {int32_t(low), int32_t(high)});
+  }
+
+  // Which keys of a tile the rows of `slot` .. see. Returns whether all see all of them.
+  bool find_visible(uint64_t* visible, int slot, int32_t tile, const Tokens<KV>& tokens) const {
+    const int begin = tokens.begin, end = tokens.end;
+    const uint64_t all = bit_range(begin, end);
+    for (int r = 0; r < rows_; ++r)
+      visible[r] = bit_range(std::clamp(row_keys_[r].begin - tile, begin, end),
+                             std::clamp(row_keys_[r].end - tile, begin, end));
+    if (Variant::has_mask(*p_)) apply_mask(visible, slot, tile);
+    bool uniform = true;
+    for (int r = 0; r < rows_; ++r) uniform = uniform && visible[r] == all;
+    return uniform;
+  }
+
+#if defined(FI_AMX)
+  // Tiles from outside to inside, heads within: where heads lie side by side, pages are read from end to end.
+  void attend_few_rows(int64_t start) {
+    if constexpr (kHasAmx<Q, KV>) {
+      struct Step {
+        int64_t tile;
+        int head, now;  // tokens_[now] are those of the tile
+        bool uniform;
+        uint64_t visible[kSlotRows];
+      };
+      AmxFewRows<KV>& engine = few_rows_;
+      const Tokens<KV> nothing{};
+      Prefetcher<KV> ahead(nothing, 0, 0);
+      const auto enter_tile = [&](const Step& step) {
+        const Tokens<KV>& tokens = tokens_[step.now];
+        engine.set_keys(tokens.k, tokens.begin, tokens.end);
+      };
+      const auto soften_step = [&](Step& step) {
+        const int slot = step.head * kSlotRows;
+        step.uniform = find_visible(step.visible, slot, int32_t(step.tile), tokens_[step.now]);
+        engine.take_scores(s_);
+        soften_rows(slot, 0, rows_, int32_t(step.tile), step.visible, s_, ahead);
+        engine.begin_sums(0, rows_, s_, alpha_ + slot, o_ + slot * o_stride_, o_stride_);
+      };
+      // One head reads the keys of the next tile together with the values of this one, which have to be
+      // there.
+      const int far = heads_ > 1 ? 1 : 2;
+      const int64_t k_size = int64_t(heads_) * p_->head_dim, v_size = int64_t(heads_) * p_->head_dim_v;
+
+      Step step{start, 0, 0, true, {}};
+      locate_tile(tokens_[1], start + kKeyTile);
+      enter_tile(step);
+      engine.dot(0, 0, ahead);
+      soften_step(step);
+      for (bool more = true; more;) {
+        if (step.head == 0) {
+          Tokens<KV>& tokens = tokens_[(step.now + far) % 3];
+          locate_tile(tokens, step.tile + far * kKeyTile);
+          ahead = Prefetcher<KV>(tokens, k_size, v_size);
+        }
+        Step next{step.tile, step.head + 1, step.now, true, {}};
+        if (next.head == heads_) next = {step.tile + kKeyTile, 0, (step.now + 1) % 3, true, {}};
+        more = next.tile < last_;
+        const Tokens<KV>& tokens = tokens_[step.now];
+        const typename AmxFewRows<KV>::Values values{tokens.v,
+                                                     tokens.begin,
+                                                     tokens.end,
+                                                     step.head * p_->v_stride_head,
+                                                     step.uniform ? nullptr : step.visible,
+                                                     o_ + step.head * kSlotRows * o_stride_,
+                                                     o_stride_};
+        if (more) {
+          if (next.head == 0) enter_tile(next);
+          engine.add_values_and_dot(values, next.head * kSlotRows, next.head * p_->k_stride_head, ahead);
+          soften_step(next);
+        } else {
+          engine.add_values(values, ahead);
+        }
+        if (next.head == 0) ahead.finish();
+        step = next;
       }
-      lse_[r] = softmax_[r].lse();
-      with_engine([&](auto& engine) { engine.finish_row(o); });
-      // Adding zero clears the sign of an underflown zero, which depends on skipped tiles.
-      for (int d = 0; d < o_stride_; d += kLanes) store(o + d, load(o + d) / softmax_[r].sum + 0.0f);
     }
   }
+#else
+  void attend_few_rows(int64_t) {}
+#endif
 
   // The keys of one tile, those that some row may see; asks for the memory of the `next` one meanwhile.
   template <class Engine>
   void attend_tile(Engine& engine, int32_t tile, const Tokens<KV>& tokens, const Tokens<KV>& next) {
-    const int begin = tokens.begin, end = tokens.end;
-    const uint64_t all = bit_range(begin, end);
-    for (int r = 0; r < rows_; ++r)
-      visible_[r] = bit_range(std::clamp(row_keys_[r].begin - tile, begin, end),
-                              std::clamp(row_keys_[r].end - tile, begin, end));
-    if (Variant::has_mask(*p_)) apply_mask(tile);
-    bool uniform = true;
-    for (int r = 0; r < rows_; ++r) uniform = uniform && visible_[r] == all;
-
+    const bool uniform = find_visible(visible_, 0, tile, tokens);
     Prefetcher<KV> ahead(next, p_->head_dim, p_->head_dim_v);
-    engine.set_keys(tokens.k, begin, end, ahead);
+    engine.set_keys(tokens.k, tokens.begin, tokens.end, ahead);
     constexpr int kBlock = Engine::kRowBlock;
     const auto for_blocks = [&](auto f) {
       for (int r = 0; r < rows_; r += kBlock) {
@@ -210,7 +359,7 @@ class Executor {
     };
     for_blocks([&](int r, int n, float* s, float* o) {
       engine.dot_keys(r, n, s, ahead);
-      soften_rows(r, n, tile, ahead);
+      soften_rows(r, r, n, tile, visible_ + r, s, ahead);
       engine.begin_sums(r, n, s, alpha_ + r, o, o_stride_);
     });
     const bool finite = engine.set_values(tokens.v, rows_, !uniform, ahead);
@@ -225,20 +374,19 @@ class Executor {
     ahead.finish();
   }
 
-  void apply_mask(int32_t tile) {
+  void apply_mask(uint64_t* visible, int slot, int32_t tile) const {
     for (int r = 0; r < rows_; ++r) {
       if (!Variant::kMaskPerHead && r > 0 && token_[r] == token_[r - 1]) {
-        visible_[r] = visible_[r - 1];
+        visible[r] = visible[r - 1];
         continue;
       }
-      const int32_t token = token_[r];
-      LogitIndex index{request_, token, q_pos0_ + token, 0, qo_head_[r], kv_head_};
+      LogitIndex index{request_, token_[r], q_pos0_ + token_[r], 0, qo_head_of(slot, r), kv_head_of(slot)};
       uint64_t kept = 0;
-      for (uint64_t bits = visible_[r]; bits; bits &= bits - 1) {
+      for (uint64_t bits = visible[r]; bits; bits &= bits - 1) {
         index.kv_pos = tile + __builtin_ctzll(bits);
         if (Variant::logits_mask(*p_, index)) kept |= bits & -bits;
       }
-      visible_[r] = kept;
+      visible[r] = kept;
     }
   }
 
@@ -268,83 +416,81 @@ class Executor {
 
   // Dot products of `count` rows become probabilities relative to their running maxima.
   template <class F>
-  void soften_rows(int first, int count, int32_t tile, F& ahead) {
-    for (int r = first; r < first + count; ++r) {
-      float* s = s_ + r * kKeyTile;
-      // A negative scale would turn the order of the logits around.
-      const bool plain = !Variant::has_transform(*p_) && logit_scale_ > 0.0f;
-      if (!plain) transform_row(r, tile);
-      alpha_[r] = soften(s, visible_[r], plain ? logit_scale_ * kLog2E : kLog2E, softmax_[r]);
+  void soften_rows(int slot, int row, int count, int32_t tile, const uint64_t* visible, float* s, F& ahead) {
+    const float scale = logit_scale_of(slot);
+    // A negative scale would turn the order of the logits around.
+    const bool plain = !Variant::has_transform(*p_) && scale > 0.0f;
+    for (int i = 0; i < count; ++i, s += kKeyTile) {
+      if (!plain) transform_row(slot + i, row + i, tile, scale, s);
+      alpha_[slot + i] = soften(s, visible[i], plain ? scale * kLog2E : kLog2E, softmax_[slot + i]);
       ahead.step();
     }
   }
 
-  void transform_row(int r, int32_t tile) {
+  void transform_row(int slot, int row, int32_t tile, float scale, float* s) const {
     IVec lane;
     for (int i = 0; i < kLanes; ++i) lane[i] = i;
+    const int32_t token = token_[row], head = qo_head_of(slot, row);
     for (int k = 0; k < kKeyTile; k += kLanes) {
-      float* s = s_ + r * kKeyTile + k;
-      const LogitIndexOf<IVec> index{request_,          token_[r],   q_pos0_ + token_[r],
-                                     lane + (tile + k), qo_head_[r], kv_head_};
-      Vec x = load(s) * logit_scale_;
+      const LogitIndexOf<IVec> index{request_,          token, q_pos0_ + token,
+                                     lane + (tile + k), head,  kv_head_of(slot)};
+      Vec x = load(s + k) * scale;
       if (Variant::has_transform(*p_)) x = Variant::template logits_transform<VecMath>(*p_, x, index);
-      store(s, x);
+      store(s + k, x);
     }
   }
 
-  void emit(int32_t partial, float* o, const float* lse) {
-    if (partial < 0) return write_output(o, lse);
-    for (int r = 0; r < rows_; ++r) {
-      const int64_t at = int64_t(partial + r) * header_->num_kv_heads + kv_head_;
-      p_->partial_lse[at] = lse[r];
-      copy_row(o + r * o_stride_, p_->partial_out + at * p_->head_dim_v);
-    }
+  void emit(int32_t partial, const float* o, const float* lse) {
+    for_slots([&](int slot, int row) {
+      if (partial < 0) return write_output(slot, row, o, lse);
+      const int64_t at = int64_t(partial + row) * header_->num_kv_heads + kv_head_of(slot);
+      p_->partial_lse[at] = lse[slot];
+      copy_row(o + slot * o_stride_, p_->partial_out + at * p_->head_dim_v);
+    });
   }
 
   void copy_row(const float* from, float* to) const {
     std::memcpy(to, from, sizeof(float) * size_t(p_->head_dim_v));
   }
 
-  void write_output(float* o, const float* lse) {
-    for (int r = 0; r < rows_; ++r) {
-      const int64_t token = token0_ + token_[r];
-      const int32_t head = qo_head_[r];
-      float total = lse[r];
-      const float factor = total == kEmpty ? 0.0f : Variant::finish(*p_, head, kv_head_, total);
-      if (p_->lse) p_->lse[token * p_->lse_stride_token + head * p_->lse_stride_head] = total;
-      O* to = static_cast<O*>(p_->out) + token * p_->out_stride_token + head * p_->out_stride_head;
-      const float* from = o + r * o_stride_;
-      for (int d = 0; d < p_->head_dim_v; d += kLanes) {
-        const Vec v = load(from + d) * factor;
-        const int n = p_->head_dim_v - d;
-        n >= kLanes ? store_float(to + d, v) : store_float(to + d, v, n);
-      }
+  void write_output(int slot, int row, const float* o, const float* lse) const {
+    using O = Q;
+    const int64_t token = token0_ + token_[row];
+    const int32_t head = qo_head_of(slot, row);
+    float total = lse[slot];
+    const float factor = total == kEmpty ? 0.0f : Variant::finish(*p_, head, kv_head_of(slot), total);
+    if (p_->lse) p_->lse[token * p_->lse_stride_token + head * p_->lse_stride_head] = total;
+    O* to = static_cast<O*>(p_->out) + token * p_->out_stride_token + head * p_->out_stride_head;
+    const float* from = o + slot * o_stride_;
+    for (int d = 0; d < p_->head_dim_v; d += kLanes) {
+      const Vec v = load(from + d) * factor;
+      const int n = p_->head_dim_v - d;
+      n >= kLanes ? store_float(to + d, v) : store_float(to + d, v, n);
     }
   }
 
   // The last item of a merge unit folds the unit's parts in the plan's order.
-  void arrive() {
+  void arrive(int32_t kv_head) {
     const int32_t index = item_->unit;
     const MergeUnit& unit = reinterpret_cast<const MergeUnit*>(p_->plan + p_->layout.units)[index];
-    std::atomic_ref<int32_t> arrivals(p_->counters[1 + int64_t(index) * header_->num_kv_heads + kv_head_]);
+    std::atomic_ref<int32_t> arrivals(p_->counters[1 + int64_t(index) * header_->num_kv_heads + kv_head]);
     if (arrivals.fetch_add(1, std::memory_order_acq_rel) + 1 != unit.num_items) return;
     arrivals.store(0, std::memory_order_relaxed);
     locate(unit.request, unit.q_begin, unit.q_rows);
+    kv_head_ = kv_head;
+    heads_ = 1;
+    clear_fold();
     const auto* parts = reinterpret_cast<const int32_t*>(p_->plan + p_->layout.parts);
-    std::fill_n(fold_lse_, rows_, kEmpty);
-    std::fill_n(fold_, rows_ * o_stride_, 0.0f);
     for (int32_t part = unit.parts_begin; part < unit.parts_end; ++part) {
       for (int r = 0; r < rows_; ++r) {
-        const int64_t at = int64_t(parts[part] + r) * header_->num_kv_heads + kv_head_;
+        const int64_t at = int64_t(parts[part] + r) * header_->num_kv_heads + kv_head;
         copy_row(p_->partial_out + at * p_->head_dim_v, o_);
         std::fill(o_ + p_->head_dim_v, o_ + o_stride_, 0.0f);
         merge_into(fold_ + r * o_stride_, fold_lse_[r], o_, p_->partial_lse[at], o_stride_);
       }
     }
-    write_output(fold_, fold_lse_);
+    emit(-1, fold_, fold_lse_);
   }
-
-  using O = Q;
 
   const AttentionParams* p_ = nullptr;
   const PlanHeader* header_ = nullptr;
@@ -355,20 +501,23 @@ class Executor {
   VectorTile<Q, KV> vector_;
 #if defined(FI_AMX)
   AmxTile<KV> amx_;
+  AmxFewRows<KV> few_rows_;
 #endif
 
-  int32_t request_ = 0, kv_head_ = 0, rows_ = 0, kv_len_ = 0, q_pos0_ = 0;
+  int32_t request_ = 0, kv_head_ = 0, heads_ = 1, rows_ = 0, kv_len_ = 0, q_pos0_ = 0;
   int64_t token0_ = 0;
-  KeyRange keys_{};  // hull of what the rows may see
-  float logit_scale_ = 0.0f;
+  KeyRange keys_{};               // hull of what the rows may see
+  int32_t first_ = 0, last_ = 0;  // of these, the part that attend() is at
+  // By row.
   int32_t token_[kMaxQueryTile];  // of the request
-  int32_t qo_head_[kMaxQueryTile];
+  int32_t head_in_group_[kMaxQueryTile];
   KeyRange row_keys_[kMaxQueryTile];
   uint64_t visible_[kMaxQueryTile];  // of the current tile
+  // By slot.
   RunningSoftmax softmax_[kMaxQueryTile];
   float alpha_[kMaxQueryTile];
   float lse_[kMaxQueryTile], fold_lse_[kMaxQueryTile];
-  Tokens<KV> tokens_[2];  // of this tile and of the next one
+  Tokens<KV> tokens_[3];  // of this tile and of the next ones
 };
 
 }  // namespace fi::cpu

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Asks for the keys and values of the next tile while the current one is computed.
+// Where the keys and values of a tile lie, and the request for those of the next tile.
 #pragma once
 #include <cstdint>
 
@@ -16,28 +16,47 @@ struct Tokens {
 };
 
 // A core has 16 or so outstanding misses: requests in one burst would stall it, so that they have to be
-// spread over the computation. An engine calls step() about kKeyTile times a tile, each asks for one token.
+// spread over the computation. An engine calls step() about 64 times a tile and head; each asks for 8 lines.
 template <class KV>
 class Prefetcher {
  public:
-  Prefetcher(const Tokens<KV>& tokens, int dim, int dim_v)
-      : tokens_(tokens),
+  // k_size, v_size: elements of a token that follow each other, of one head or of several.
+  Prefetcher(const Tokens<KV>& tokens, int64_t k_size, int64_t v_size)
+      : tokens_(&tokens),
         token_(tokens.begin),
-        k_bytes_(dim * int64_t(sizeof(KV))),
-        v_bytes_(dim_v * int64_t(sizeof(KV))) {}
+        k_bytes_(k_size * int64_t(sizeof(KV))),
+        v_bytes_(v_size * int64_t(sizeof(KV))) {
+    start_run();
+  }
 
   void step() {
-    if (token_ >= tokens_.end) return;
-    lines(tokens_.k[token_], k_bytes_);
-    lines(tokens_.v[token_], v_bytes_);
-    ++token_;
+    for (int budget = 8; budget > 0 && at_ != nullptr;) {
+      for (; budget > 0 && at_ < stop_; at_ += 64, --budget) request(at_);
+      if (at_ >= stop_) next_run();
+    }
   }
 
   void finish() {
-    while (token_ < tokens_.end) step();
+    while (at_ != nullptr) step();
   }
 
  private:
+  // Keys and values of a token by turns: where they are neighbours, addresses ascend.
+  void next_run() {
+    if (values_) ++token_;
+    values_ = !values_;
+    start_run();
+  }
+
+  void start_run() {
+    if (token_ >= tokens_->end) {
+      at_ = nullptr;
+      return;
+    }
+    at_ = reinterpret_cast<const char*>(values_ ? tokens_->v[token_] : tokens_->k[token_]);
+    stop_ = at_ + (values_ ? v_bytes_ : k_bytes_);
+  }
+
   // To the second cache level. The compiler drops its own prefetch where a loop has no other effect.
   static void request(const char* p) {
 #if defined(__x86_64__)
@@ -47,13 +66,11 @@ class Prefetcher {
 #endif
   }
 
-  static void lines(const KV* row, int64_t bytes) {
-    const auto* at = reinterpret_cast<const char*>(row);
-    for (const char* stop = at + bytes; at < stop; at += 64) request(at);
-  }
-
-  const Tokens<KV>& tokens_;
+  const Tokens<KV>* tokens_;
   int token_;
+  bool values_ = false;
+  const char* at_ = nullptr;
+  const char* stop_ = nullptr;
   int64_t k_bytes_, v_bytes_;
 };
 

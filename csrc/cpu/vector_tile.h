@@ -26,7 +26,7 @@ class VectorTile {
     dim_ = dim;
     dim_v_ = dim_v;
   }
-  void end() {}
+  void begin_item() {}
 
   // Rows [first, first + count) of the item.
   void set_queries(int first, int count, const Q* const* rows) {

@@ -80,6 +80,9 @@ class AmxBase {
     int64_t step_bytes;
   };
 
+  int64_t dot_steps() const { return pad_dim(dim_) / 32 * kGroups; }
+  int64_t sum_steps() const { return v_stride_ / 64 * 4; }  // of 32 keys
+
   // The first n of 32 elements as bfloat16, zeros behind them.
   static __m512i load_32(const Element* p, int n) {
     return _mm512_maskz_loadu_epi16(n >= 32 ? ~__mmask32(0) : (__mmask32(1) << n) - 1, p);

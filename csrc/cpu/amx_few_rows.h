@@ -20,6 +20,9 @@ class AmxFewRows : public AmxBase<KV> {
     amx::configure(rows);
   }
 
+  // Calls of ahead.step() from one step to the next.
+  int64_t steps() const { return kKeyTile / 2 + this->dot_steps() + 2 * this->sum_steps() + rows_; }
+
   void set_queries(int first, int count, const Element* const* rows) {
     Base::set_queries(first, count, rows, count);
   }

@@ -16,6 +16,12 @@ class AmxTile : public AmxBase<KV> {
 
   void begin_item() { amx::configure(amx::kRows); }
 
+  // Calls of ahead.step() in a tile.
+  int64_t steps(int rows) const {
+    const int64_t blocks = (rows + amx::kRows - 1) / amx::kRows;
+    return kKeyTile / 2 + rows + blocks * (this->dot_steps() + 2 + 2 * this->sum_steps());
+  }
+
   void set_queries(int first, int count, const Element* const* rows) {
     Base::set_queries(first, count, rows, amx::kRows);
   }

@@ -287,7 +287,7 @@ class Executor {
       };
       AmxFewRows<KV>& engine = few_rows_;
       const Tokens<KV> nothing{};
-      Prefetcher<KV> ahead(nothing, 0, 0);
+      Prefetcher<KV> ahead(nothing, 0, 0, 0);
       const auto enter_tile = [&](const Step& step) {
         const Tokens<KV>& tokens = tokens_[step.now];
         engine.set_keys(tokens.k, tokens.begin, tokens.end);
@@ -313,7 +313,7 @@ class Executor {
         if (step.head == 0) {
           Tokens<KV>& tokens = tokens_[(step.now + far) % 3];
           locate_tile(tokens, step.tile + far * kKeyTile);
-          ahead = Prefetcher<KV>(tokens, k_size, v_size);
+          ahead = Prefetcher<KV>(tokens, k_size, v_size, heads_ * engine.steps());
         }
         Step next{step.tile, step.head + 1, step.now, true, {}};
         if (next.head == heads_) next = {step.tile + kKeyTile, 0, (step.now + 1) % 3, true, {}};
@@ -333,7 +333,6 @@ class Executor {
         } else {
           engine.add_values(values, ahead);
         }
-        if (next.head == 0) ahead.finish();
         step = next;
       }
     }
@@ -346,7 +345,7 @@ class Executor {
   template <class Engine>
   void attend_tile(Engine& engine, int32_t tile, const Tokens<KV>& tokens, const Tokens<KV>& next) {
     const bool uniform = find_visible(visible_, 0, tile, tokens);
-    Prefetcher<KV> ahead(next, p_->head_dim, p_->head_dim_v);
+    Prefetcher<KV> ahead(next, p_->head_dim, p_->head_dim_v, engine.steps(rows_));
     engine.set_keys(tokens.k, tokens.begin, tokens.end, ahead);
     constexpr int kBlock = Engine::kRowBlock;
     const auto for_blocks = [&](auto f) {
@@ -371,7 +370,6 @@ class Executor {
       else
         engine.finish_visible_sums(r, n, s, visible_ + r, o, o_stride_, ahead);
     });
-    ahead.finish();
   }
 
   void apply_mask(uint64_t* visible, int slot, int32_t tile) const {

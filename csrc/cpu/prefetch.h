@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where the keys and values of a tile lie, and the request for those of the next tile.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 #include "microkernels.h"
@@ -15,29 +16,29 @@ struct Tokens {
   const KV* v[kKeyTile];
 };
 
-// A core has 16 or so outstanding misses: requests in one burst would stall it, so that they have to be
-// spread over the computation. An engine calls step() about 64 times a tile and head; each asks for 8 lines.
+// A core has 16 or so outstanding misses: requests in a burst would stall it, and between bursts the memory
+// would idle, so that they are spread evenly over the steps between which an engine computes.
 template <class KV>
 class Prefetcher {
  public:
-  // k_size, v_size: elements of a token that follow each other, of one head or of several.
-  Prefetcher(const Tokens<KV>& tokens, int64_t k_size, int64_t v_size)
+  // k_size, v_size: elements of a token that follow each other, of one head or of several. steps: how often
+  // step() will be called.
+  Prefetcher(const Tokens<KV>& tokens, int64_t k_size, int64_t v_size, int64_t steps)
       : tokens_(&tokens),
         token_(tokens.begin),
         k_bytes_(k_size * int64_t(sizeof(KV))),
         v_bytes_(v_size * int64_t(sizeof(KV))) {
+    const int64_t lines = ((k_bytes_ + 63) / 64 + (v_bytes_ + 63) / 64) * (tokens.end - tokens.begin);
+    // The few that rounding leaves out come with their neighbours or on demand.
+    lines_a_step_ = steps > 0 ? std::max<int64_t>(1, lines / steps) : 0;
     start_run();
   }
 
   void step() {
-    for (int budget = 8; budget > 0 && at_ != nullptr;) {
+    for (int64_t budget = lines_a_step_; budget > 0 && at_ != nullptr;) {
       for (; budget > 0 && at_ < stop_; at_ += 64, --budget) request(at_);
       if (at_ >= stop_) next_run();
     }
-  }
-
-  void finish() {
-    while (at_ != nullptr) step();
   }
 
  private:
@@ -72,6 +73,7 @@ class Prefetcher {
   const char* at_ = nullptr;
   const char* stop_ = nullptr;
   int64_t k_bytes_, v_bytes_;
+  int64_t lines_a_step_;
 };
 
 }  // namespace fi::cpu

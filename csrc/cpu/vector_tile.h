@@ -28,6 +28,13 @@ class VectorTile {
   }
   void begin_item() {}
 
+  // Calls of ahead.step() in a tile, about.
+  int64_t steps(int rows) const {
+    const int64_t blocks = (rows + kRowBlock - 1) / kRowBlock, groups = kKeyTile / kLanes;
+    return groups * ((dim_ + kLanes - 1) / kLanes) +
+           blocks * kKeyTile * ((dim_v_ + kColVecs * kLanes - 1) / (kColVecs * kLanes)) + rows;
+  }
+
   // Rows [first, first + count) of the item.
   void set_queries(int first, int count, const Q* const* rows) {
     for (int r = 0; r < count; ++r) {

@@ -15,6 +15,8 @@ class AmxFewRows : public AmxBase<KV> {
   using Base = AmxBase<KV>;
   using Element = typename Base::Element;
 
+  static void stay_awake() { amx::stay_awake(); }
+
   void begin_item(int rows) {
     rows_ = rows;
     amx::configure(rows);

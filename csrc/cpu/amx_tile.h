@@ -11,34 +11,40 @@ namespace fi::cpu {
 template <class KV>
 class AmxTile : public AmxBase<KV> {
  public:
+  // begin_sums() takes all that is needed of the scores of a block.
+  static constexpr bool kKeepsScores = false;
   using Base = AmxBase<KV>;
   using Element = typename Base::Element;
 
   void begin_item() { amx::configure(amx::kRows); }
+  static void stay_awake() { amx::stay_awake(); }
 
   // Calls of ahead.step() in a tile.
   int64_t steps(int rows) const {
     const int64_t blocks = (rows + amx::kRows - 1) / amx::kRows;
-    return kKeyTile / 2 + rows + blocks * (this->dot_steps() + 2 + 2 * this->sum_steps());
+    return kKeyTile / 2 + kKeyTile + rows + blocks * (this->dot_steps() + 2 + 2 * this->sum_steps());
   }
 
   void set_queries(int first, int count, const Element* const* rows) {
     Base::set_queries(first, count, rows, amx::kRows);
   }
 
-  // Keys [begin, end) of the tile. Groups of 16 that are evenly spaced are used in place, others copied.
+  // Keys [begin, end) of the tile, copied to [16 keys][32 dims] after [16 keys][32 dims]: in the cache, rows
+  // a page apart would push each other out of the first level before the second block of queries.
   template <class F>
-  void set_keys(const KV* const* rows, int begin, int end, F&) {
+  void set_keys(const KV* const* rows, int begin, int end, F& ahead) {
     begin_ = begin;
     end_ = end;
-    for (int g = 0; g < Base::kGroups; ++g) {
-      const int first = g * amx::kRows;
-      if (first + amx::kRows <= begin || first >= end)
-        group_[g].base = nullptr;
-      else if (this->in_place(rows, first, begin, end))
-        group_[g] = this->group_in_place(rows, first, 0);
-      else
-        group_[g] = this->copy_group(rows, first, begin, end, 0);
+    const int tiles = this->pad_dim(this->dim_) / 32;
+    for (int k = begin / amx::kRows * amx::kRows; k < (end + amx::kRows - 1) / amx::kRows * amx::kRows; ++k) {
+      Element* to = key_tile(k / amx::kRows, 0) + k % amx::kRows * 32;
+      const bool used = k >= begin && k < end;
+      for (int i = 0; i < tiles; ++i)
+        _mm512_store_si512(
+            to + i * amx::kRows * 32,
+            used ? this->load_32(rows[k] + i * 32, this->dim_ - i * 32) : _mm512_setzero_si512());
+      if (k % 16 == 0) amx::stay_awake();
+      ahead.step();
     }
   }
 
@@ -68,7 +74,7 @@ class AmxTile : public AmxBase<KV> {
     spill<kSums3>();
     ahead.step();
     for (int g = 0; g < Base::kGroups; ++g)
-      if (group_[g].base) this->transpose_scores(this->scores_ + g * kRows * kRows, kRows, s + g * kRows);
+      if (has_keys(g)) this->transpose_scores(this->scores_ + g * kRows * kRows, kRows, s + g * kRows);
     ahead.step();
   }
 
@@ -81,6 +87,7 @@ class AmxTile : public AmxBase<KV> {
     for (int k = first_step_ * 32; k < (first_step_ + steps_) * 32; k += 2, to += this->v_stride_) {
       this->pair_values(rows, k, begin_, end_, 0, to);
       if (check) finite = finite && this->finite_pair(to);
+      if (k % 16 == 0) amx::stay_awake();
       ahead.step();
     }
     return finite;
@@ -105,21 +112,25 @@ class AmxTile : public AmxBase<KV> {
     return this->weights_ + int64_t(first) * kKeyTile + first_step_ * 32;
   }
 
+  bool has_keys(int group) const { return group * amx::kRows < end_ && (group + 1) * amx::kRows > begin_; }
+
+  Element* key_tile(int group, int d) const {
+    return this->keys_ + (int64_t(group) * this->pad_dim(this->dim_) + d) * amx::kRows;
+  }
+
   template <int Group>
   void step(int d) {
-    if (!group_[Group].base) return;
-    amx::load<amx::kOperand>(group_[Group].base + d, group_[Group].step_bytes);
+    if (!has_keys(Group)) return;
+    amx::load<amx::kOperand>(key_tile(Group, d), amx::kRowBytes);
     amx::multiply_add<Group, amx::kOperand, amx::kQueries>();
   }
 
   template <int Group>
   void spill() {
-    if (group_[Group].base)
-      amx::store<Group>(this->scores_ + Group * amx::kRows * amx::kRows, amx::kRowBytes);
+    if (has_keys(Group)) amx::store<Group>(this->scores_ + Group * amx::kRows * amx::kRows, amx::kRowBytes);
   }
 
   int begin_ = 0, end_ = 0, first_step_ = 0, steps_ = 0;
-  typename Base::KeyGroup group_[Base::kGroups] = {};
 };
 
 }  // namespace fi::cpu

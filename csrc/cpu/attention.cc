@@ -28,14 +28,19 @@ bool is_small(const AttentionParams& p, const PlanHeader& header) {
   return products < limit;
 }
 
-// KV heads of an item that a thread takes at once: as many as leave every thread enough to choose from.
-int32_t heads_together(const PlanHeader& header, int num_threads, int32_t limit) {
+// KV heads of an item that a thread takes at once: as many as leave every thread enough to choose from, or
+// the same share of equal items.
+int32_t heads_together(const AttentionParams& p, const PlanHeader& header, int num_threads, int32_t limit) {
   constexpr int64_t kShare = 8;
+  const auto* items = reinterpret_cast<const WorkItem*>(p.plan + p.layout.items);
+  const bool equal = header.num_items > 0 && items[0].cost == items[header.num_items - 1].cost;
   int32_t best = 1;
-  for (int32_t n = 2; n <= std::min(header.num_kv_heads, limit); ++n)
+  for (int32_t n = 2; n <= std::min(header.num_kv_heads, limit); ++n) {
+    const int64_t tickets = int64_t(header.num_items) * (header.num_kv_heads / n);
     if (header.num_kv_heads % n == 0 &&
-        int64_t(header.num_items) * (header.num_kv_heads / n) >= kShare * num_threads)
+        (tickets >= kShare * num_threads || (equal && tickets % num_threads == 0)))
       best = n;
+  }
   return best;
 }
 
@@ -50,7 +55,7 @@ void run_attention(const AttentionParams& params, int num_threads) {
   const int32_t queues = header->num_queues;
   if (is_small(params, *header)) num_threads = 1;
   const int32_t together = ThisExecutor::prefers_many_heads(params)
-                               ? heads_together(*header, num_threads, ThisExecutor::kMaxHeads)
+                               ? heads_together(params, *header, num_threads, ThisExecutor::kMaxHeads)
                                : 1;
   const int32_t groups = heads / together;
   const int32_t tickets = header->num_items * groups;

@@ -296,7 +296,8 @@ class Executor {
         const int slot = step.head * kSlotRows;
         step.uniform = find_visible(step.visible, slot, int32_t(step.tile), tokens_[step.now]);
         engine.take_scores(s_);
-        soften_rows(slot, 0, rows_, int32_t(step.tile), step.visible, s_, ahead);
+        this->template soften_rows<AmxFewRows<KV>>(slot, 0, rows_, int32_t(step.tile), step.visible, s_,
+                                                   ahead);
         engine.begin_sums(0, rows_, s_, alpha_ + slot, o_ + slot * o_stride_, o_stride_);
       };
       // One head reads the keys of the next tile together with the values of this one, which have to be
@@ -353,12 +354,12 @@ class Executor {
         const int n = std::min(kBlock, rows_ - r);
         uint64_t any = 0;
         for (int i = 0; i < n; ++i) any |= visible_[r + i];
-        if (any) f(r, n, s_ + r * kKeyTile, o_ + int64_t(r) * o_stride_);
+        if (any) f(r, n, s_ + (Engine::kKeepsScores ? r * kKeyTile : 0), o_ + int64_t(r) * o_stride_);
       }
     };
     for_blocks([&](int r, int n, float* s, float* o) {
       engine.dot_keys(r, n, s, ahead);
-      soften_rows(r, r, n, tile, visible_ + r, s, ahead);
+      this->template soften_rows<Engine>(r, r, n, tile, visible_ + r, s, ahead);
       engine.begin_sums(r, n, s, alpha_ + r, o, o_stride_);
     });
     const bool finite = engine.set_values(tokens.v, rows_, !uniform, ahead);
@@ -413,14 +414,19 @@ class Executor {
   }
 
   // Dot products of `count` rows become probabilities relative to their running maxima.
-  template <class F>
+  template <class Engine, class F>
   void soften_rows(int slot, int row, int count, int32_t tile, const uint64_t* visible, float* s, F& ahead) {
     const float scale = logit_scale_of(slot);
     // A negative scale would turn the order of the logits around.
     const bool plain = !Variant::has_transform(*p_) && scale > 0.0f;
-    for (int i = 0; i < count; ++i, s += kKeyTile) {
-      if (!plain) transform_row(slot + i, row + i, tile, scale, s);
-      alpha_[slot + i] = soften(s, visible[i], plain ? scale * kLog2E : kLog2E, softmax_[slot + i]);
+    const float unit = plain ? scale * kLog2E : kLog2E;
+    for (int i = 0; i < count; ++i) {
+      if (!plain) transform_row(slot + i, row + i, tile, scale, s + i * kKeyTile);
+      alpha_[slot + i] = raise_max(s + i * kKeyTile, visible[i], unit, softmax_[slot + i]);
+    }
+    for (int i = 0; i < count; ++i) {
+      take_exponents(s + i * kKeyTile, visible[i], unit, softmax_[slot + i]);
+      if (i % 8 == 4) Engine::stay_awake();
       ahead.step();
     }
   }

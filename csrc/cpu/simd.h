@@ -126,44 +126,53 @@ inline float reduce_add(Vec v) {
 
 namespace detail {
 
-// 2^(x - n) for the integer n next to x, and n as the low bits of a float.
-struct Exp2Parts {
-  Vec mantissa, shifted;
-};
+// The integer next to x.
+inline Vec round(Vec x) {
+#if defined(FI_AVX512)
+  return (Vec)_mm512_maskz_roundscale_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: a sum with it has no digits behind the point
+  return (x + kRound) - kRound;
+#endif
+}
 
-inline Exp2Parts exp2_parts(Vec x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low mantissa bits
-  const Vec shifted = x + kRound;
-  const Vec r = x - (shifted - kRound);
+// x * 2^n for integers n with a normal result.
+inline Vec scale_by_exponent(Vec x, Vec n) {
+#if defined(FI_AVX512)
+  return (Vec)_mm512_maskz_scalef_ps(0xffff, (__m512)x, (__m512)n);
+#else
+  constexpr float kRound = 12582912.0f;  // leaves n in the low bits
+  const IVec exponent = (IVec)(n + kRound) << 23;
+  return x * (Vec)(exponent + 0x3f800000);
+#endif
+}
+
+// 2^r for -0.5 <= r <= 0.5.
+inline Vec exp2_fraction(Vec r) {
   Vec p = splat(0.00015594838258f);
   p = fma(p, r, splat(0.00134067051248f));
   p = fma(p, r, splat(0.00961769224224f));
   p = fma(p, r, splat(0.055503103827f));
   p = fma(p, r, splat(0.240226527881f));
   p = fma(p, r, splat(0.693147215055f));
-  return {fma(p, r, splat(1.0f)), shifted};
-}
-
-inline Vec scale_by_exponent(Vec x, Vec shifted) {
-  const IVec exponent = (IVec)shifted << 23;
-  return x * (Vec)(exponent + 0x3f800000);
+  return fma(p, r, splat(1.0f));
 }
 
 }  // namespace detail
 
 // 2^x for x < 128, relative error below 2e-7; zero where it would be subnormal, NaN stays NaN.
 inline Vec exp2(Vec x) {
-  const detail::Exp2Parts e = detail::exp2_parts(x);
-  return x < -126.0f ? Vec{} : detail::scale_by_exponent(e.mantissa, e.shifted);
+  const Vec n = detail::round(x);
+  return x < -126.0f ? Vec{} : detail::scale_by_exponent(detail::exp2_fraction(x - n), n);
 }
 
 // The same in lanes whose bit is set, zero in the others.
 inline Vec exp2_where(uint64_t bits, Vec x) {
 #if defined(FI_AVX512)
-  const detail::Exp2Parts e = detail::exp2_parts(x);
   const __mmask16 kept =
       _mm512_mask_cmp_ps_mask(__mmask16(bits), (__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-  return (Vec)_mm512_maskz_mov_ps(kept, (__m512)detail::scale_by_exponent(e.mantissa, e.shifted));
+  const Vec n = detail::round(x);
+  return (Vec)_mm512_maskz_scalef_ps(kept, (__m512)detail::exp2_fraction(x - n), (__m512)n);
 #else
   return select_bits(bits, exp2(x), 0.0f);
 #endif
@@ -173,9 +182,7 @@ inline float exp2(float x) { return exp2(splat(x))[0]; }
 
 // e^x for x <= 88, as accurate: x = (n + f) ln 2 with ln 2 in two parts.
 inline Vec exp(Vec x) {
-  constexpr float kRound = 12582912.0f;
-  const Vec shifted = fma(x, splat(1.44269504f), splat(kRound));
-  const Vec n = shifted - kRound;
+  const Vec n = detail::round(x * 1.44269504f);
   Vec r = fma(n, splat(-0.693359375f), x);
   r = fma(n, splat(2.12194440e-4f), r);
   Vec p = splat(0.00138145401768f);
@@ -184,7 +191,7 @@ inline Vec exp(Vec x) {
   p = fma(p, r, splat(0.16666520399f));
   p = fma(p, r, splat(0.499999934321f));
   p = fma(p * r, r, r) + 1.0f;
-  return x < -87.33654f ? Vec{} : detail::scale_by_exponent(p, shifted);
+  return x < -87.33654f ? Vec{} : detail::scale_by_exponent(p, n);
 }
 
 inline float exp(float x) { return exp(splat(x))[0]; }

@@ -27,33 +27,41 @@ struct RunningSoftmax {
   float lse() const { return (max + std::log2(sum)) * kLn2; }
 };
 
-// s[key] becomes 2^(s * scale - max), zero where `visible` has no bit; scale > 0. Returns what earlier sums
-// have to be multiplied with.
-inline float soften(float* s, uint64_t visible, float scale, RunningSoftmax& state) {
-  constexpr int kVecs = kKeyTile / kLanes;
-  if (visible == 0) {
-    for (int j = 0; j < kVecs; ++j) store(s + j * kLanes, Vec{});
-    return 1.0f;
-  }
+// The step of one tile comes in two halves, so that the rows of a block can do the first one together: it is a
+// chain of operations that wait for each other. scale > 0 turns dot products into exponents.
+
+// Raises the maximum of the row to that of the tile's visible keys. Returns what earlier sums have to be
+// multiplied with.
+inline float raise_max(const float* s, uint64_t visible, float scale, RunningSoftmax& state) {
+  if (visible == 0) return 1.0f;
   Vec top = splat(kEmpty);
 #pragma GCC unroll 16
-  for (int j = 0; j < kVecs; ++j) top = max_where(visible >> (j * kLanes), load(s + j * kLanes), top);
+  for (int k = 0; k < kKeyTile; k += kLanes) top = max_where(visible >> k, load(s + k), top);
   const float old_max = state.max;
-  const float new_max = std::max(old_max, reduce_max(top) * scale);
+  state.max = std::max(old_max, reduce_max(top) * scale);
+  if (state.max == old_max) return 1.0f;
+  const float alpha = exp2(old_max - state.max);
+  state.sum *= alpha;
+  return alpha;
+}
+
+// s[key] becomes 2^(s * scale - max), zero where `visible` has no bit, and the sum grows by them.
+inline void take_exponents(float* s, uint64_t visible, float scale, RunningSoftmax& state) {
+  if (visible == 0) {
+    for (int k = 0; k < kKeyTile; k += kLanes) store(s + k, Vec{});
+    return;
+  }
   // With nothing but -inf so far the difference would be NaN.
-  const float base = new_max == kEmpty ? 0.0f : new_max;
+  const float base = state.max == kEmpty ? 0.0f : state.max;
   Vec sum{};
 #pragma GCC unroll 16
-  for (int j = 0; j < kVecs; ++j) {
-    const Vec x = fused(load(s + j * kLanes), splat(scale), splat(-base));
-    const Vec e = exp2_where(visible >> (j * kLanes), x);
+  for (int k = 0; k < kKeyTile; k += kLanes) {
+    const Vec x = fused(load(s + k), splat(scale), splat(-base));
+    const Vec e = exp2_where(visible >> k, x);
     sum += e;
-    store(s + j * kLanes, e);
+    store(s + k, e);
   }
-  const float alpha = new_max == old_max ? 1.0f : exp2(old_max - base);
-  state.max = new_max;
-  state.sum = state.sum * alpha + reduce_add(sum);
-  return alpha;
+  state.sum += reduce_add(sum);
 }
 
 }  // namespace fi::cpu

@@ -15,6 +15,8 @@ template <class Q, class KV>
 class VectorTile {
  public:
   static constexpr int kRowBlock = kRowUnroll;
+  // finish_sums() reads the scores of a block again.
+  static constexpr bool kKeepsScores = true;
 
   void take_memory(Arena& arena, int max_rows, int dim, int dim_v) {
     queries_ = arena.take<float>(int64_t(max_rows) * pad_lanes(dim));
@@ -27,6 +29,7 @@ class VectorTile {
     dim_v_ = dim_v;
   }
   void begin_item() {}
+  static void stay_awake() {}
 
   // Calls of ahead.step() in a tile, about.
   int64_t steps(int rows) const {

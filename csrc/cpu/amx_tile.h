@@ -3,6 +3,7 @@
 // rows after the other. Used as VectorTile is.
 #pragma once
 #include "amx_base.h"
+#include "softmax.h"
 
 #if defined(FI_AMX)
 
@@ -13,6 +14,7 @@ class AmxTile : public AmxBase<KV> {
  public:
   // begin_sums() takes all that is needed of the scores of a block.
   static constexpr bool kKeepsScores = false;
+  static constexpr bool kSoftensWhole = true;
   using Base = AmxBase<KV>;
   using Element = typename Base::Element;
 
@@ -22,7 +24,7 @@ class AmxTile : public AmxBase<KV> {
   // Calls of ahead.step() in a tile.
   int64_t steps(int rows) const {
     const int64_t blocks = (rows + amx::kRows - 1) / amx::kRows;
-    return kKeyTile / 2 + kKeyTile + rows + blocks * (this->dot_steps() + 2 + 2 * this->sum_steps());
+    return kKeyTile / 2 + kKeyTile + rows + blocks * (this->dot_steps() + 1 + 2 * this->sum_steps());
   }
 
   void set_queries(int first, int count, const Element* const* rows) {
@@ -48,9 +50,9 @@ class AmxTile : public AmxBase<KV> {
     }
   }
 
-  // s[row][key] for the rows of a block. Keys outside the tile keep what s held, or get any number.
+  // The scores of a block, for take_scores() or soften_whole().
   template <class F>
-  void dot_keys(int first, int, float* s, F& ahead) {
+  void dot_keys(int first, int, float*, F& ahead) {
     using namespace amx;
     // The sums are not needed yet: their tiles hold the scores of the four groups.
     zero<kSums0>();
@@ -73,9 +75,58 @@ class AmxTile : public AmxBase<KV> {
     spill<kSums2>();
     spill<kSums3>();
     ahead.step();
+  }
+
+  // s[row][key] of the last dot products. Keys outside the tile keep what s held, or get any number.
+  void take_scores(float* s) const {
     for (int g = 0; g < Base::kGroups; ++g)
-      if (has_keys(g)) this->transpose_scores(this->scores_ + g * kRows * kRows, kRows, s + g * kRows);
-    ahead.step();
+      if (has_keys(g))
+        this->transpose_scores(this->scores_ + g * amx::kRows * amx::kRows, amx::kRows, s + g * amx::kRows);
+  }
+
+  // What take_scores(), the softmax of each row and begin_sums() do, for 16 rows that see all 64 keys: with a
+  // lane for each row nothing has to be reduced across lanes. The bits are the same.
+  void soften_whole(int first, float scale, RunningSoftmax* states, float* alpha, float* o, int o_stride) {
+    constexpr int kRows = amx::kRows;
+    Vec top[4] = {splat(kEmpty), splat(kEmpty), splat(kEmpty), splat(kEmpty)};
+    for (int k = 0; k < kKeyTile; ++k) top[k % 4] = max(cpu::load(this->scores_ + k * kRows), top[k % 4]);
+    const __m512i evens = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odds = _mm512_add_epi32(evens, _mm512_set1_epi32(1));
+    static_assert(sizeof(RunningSoftmax) == 8);
+    const auto* pairs = reinterpret_cast<const float*>(states);
+    const __m512 low = (__m512)cpu::load(pairs), high = (__m512)cpu::load(pairs + kLanes);
+    const Vec old_max = (Vec)_mm512_permutex2var_ps(low, evens, high);
+    Vec sum = (Vec)_mm512_permutex2var_ps(low, odds, high);
+    const Vec new_max = max(max(max(top[0], top[1]), max(top[2], top[3])) * scale, old_max);
+    const Vec base = new_max == kEmpty ? Vec{} : new_max;
+    const Vec factor = new_max == old_max ? splat(1.0f) : exp2(old_max - base);
+    amx::stay_awake();
+
+    Vec part[kRows] = {};  // of keys that are 16 apart, as the lanes of a row are
+    for (int half = 0; half < 2; ++half) {
+      Vec weights[kRows];  // of a pair of keys
+      for (int i = 0; i < kRows; ++i) {
+        const int k = half * 32 + 2 * i;
+        const Vec a = exponential(k, scale, base), b = exponential(k + 1, scale, base);
+        part[k % kRows] += a;
+        part[(k + 1) % kRows] += b;
+        weights[i] = (Vec)pair_of((__m512)a, (__m512)b);
+      }
+      amx::stay_awake();
+      transpose(weights);
+      for (int r = 0; r < kRows; ++r)
+        std::memcpy(this->weights_ + (first + r) * kKeyTile + half * 32, &weights[r], sizeof(Vec));
+    }
+    for (int distance = kRows / 2; distance > 0; distance /= 2)
+      for (int i = 0; i < distance; ++i) part[i] += part[i + distance];
+    sum = sum * factor + part[0];
+
+    for (int r = 0; r < kRows; ++r) {
+      states[r] = {new_max[r], sum[r]};
+      alpha[r] = factor[r];
+    }
+    if (_mm512_cmpneq_ps_mask((__m512)factor, _mm512_set1_ps(1.0f)))
+      for (int r = 0; r < kRows; ++r) this->rescale(o + int64_t(r) * o_stride, alpha[r]);
   }
 
   template <class F>
@@ -116,6 +167,18 @@ class AmxTile : public AmxBase<KV> {
 
   Element* key_tile(int group, int d) const {
     return this->keys_ + (int64_t(group) * this->pad_dim(this->dim_) + d) * amx::kRows;
+  }
+
+  Vec exponential(int key, float scale, Vec base) const {
+    return exp2_where(~uint64_t(0), fused(cpu::load(this->scores_ + key * amx::kRows), splat(scale), -base));
+  }
+
+  // bfloat16 (a[i], b[i]) in each 32-bit lane.
+  static __m512i pair_of(__m512 a, __m512 b) {
+    alignas(64) static constexpr uint16_t kOrder[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                        21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                        11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), (__m512i)_mm512_cvtne2ps_pbh(b, a));
   }
 
   template <int Group>

@@ -359,6 +359,13 @@ class Executor {
     };
     for_blocks([&](int r, int n, float* s, float* o) {
       engine.dot_keys(r, n, s, ahead);
+      if constexpr (Engine::kSoftensWhole) {
+        uint64_t common = ~uint64_t(0);
+        for (int i = 0; i < n; ++i) common &= visible_[r + i];
+        if (n == kBlock && ~common == 0 && is_plain(r))
+          return engine.soften_whole(r, logit_scale_of(r) * kLog2E, softmax_ + r, alpha_ + r, o, o_stride_);
+      }
+      engine.take_scores(s);
       this->template soften_rows<Engine>(r, r, n, tile, visible_ + r, s, ahead);
       engine.begin_sums(r, n, s, alpha_ + r, o, o_stride_);
     });
@@ -413,12 +420,14 @@ class Executor {
     }
   }
 
+  // Whether dot products have only to be scaled. A negative scale turns their order around.
+  bool is_plain(int slot) const { return !Variant::has_transform(*p_) && logit_scale_of(slot) > 0.0f; }
+
   // Dot products of `count` rows become probabilities relative to their running maxima.
   template <class Engine, class F>
   void soften_rows(int slot, int row, int count, int32_t tile, const uint64_t* visible, float* s, F& ahead) {
     const float scale = logit_scale_of(slot);
-    // A negative scale would turn the order of the logits around.
-    const bool plain = !Variant::has_transform(*p_) && scale > 0.0f;
+    const bool plain = is_plain(slot);
     const float unit = plain ? scale * kLog2E : kLog2E;
     for (int i = 0; i < count; ++i) {
       if (!plain) transform_row(slot + i, row + i, tile, scale, s + i * kKeyTile);

@@ -27,8 +27,8 @@ struct RunningSoftmax {
   float lse() const { return (max + std::log2(sum)) * kLn2; }
 };
 
-// The step of one tile comes in two halves, so that the rows of a block can do the first one together: it is a
-// chain of operations that wait for each other. scale > 0 turns dot products into exponents.
+// The step of one tile comes in two halves, so that the rows of a block can do the first one together: it is
+// a chain of operations that wait for each other. scale > 0 turns dot products into exponents.
 
 // Raises the maximum of the row to that of the tile's visible keys. Returns what earlier sums have to be
 // multiplied with.

@@ -17,6 +17,7 @@ class VectorTile {
   static constexpr int kRowBlock = kRowUnroll;
   // finish_sums() reads the scores of a block again.
   static constexpr bool kKeepsScores = true;
+  static constexpr bool kSoftensWhole = false;
 
   void take_memory(Arena& arena, int max_rows, int dim, int dim_v) {
     queries_ = arena.take<float>(int64_t(max_rows) * pad_lanes(dim));
@@ -74,6 +75,8 @@ class VectorTile {
       cpu::dot_keys<n()>(queries_ + int64_t(first) * stride, stride, keys_, begin_, end_, dim_, s);
     });
   }
+
+  void take_scores(float*) const {}
 
   // First half of o[row] = alpha[row] * o[row] + sum of s[row][key] * V[key] for the rows of a block.
   void begin_sums(int, int count, const float*, const float* alpha, float* o, int o_stride) const {

@@ -14,11 +14,6 @@
 
 namespace fi::cpu {
 
-struct VecMath {
-  static Vec tanh(Vec x) { return cpu::tanh(x); }
-  static Vec to_float(IVec x) { return __builtin_convertvector(x, Vec); }
-};
-
 #if defined(FI_AMX)
 template <class Q, class KV>
 inline constexpr bool kHasAmx = std::is_same_v<Q, dtype::bfloat16> && AmxBase<KV>::kExact;
@@ -259,7 +254,7 @@ class Executor {
     tokens.begin = tokens.end = 0;
     if (tile >= last_) return;
     const int64_t low = std::max<int64_t>(first_ - tile, 0), high = std::min<int64_t>(last_ - tile, kKeyTile);
-    locate_tokens(tokens, int32_t(tile), {int32_t(low), int32_t(high)});
+    locate_tokens(*p_, request_, kv_head_, int32_t(tile), {int32_t(low), int32_t(high)}, tokens);
   }
 
   // Which keys of a tile the rows of `slot` .. see. Returns whether all see all of them.
@@ -396,30 +391,6 @@ class Executor {
     }
   }
 
-  // Where keys [range.begin, range.end) of a tile lie; only pages of keys that may be seen are looked up.
-  void locate_tokens(Tokens<KV>& tokens, int32_t tile, KeyRange range) const {
-    const LevelParams& level = p_->level;
-    const int64_t row = level.row_begin[request_];
-    int32_t page = (tile + range.begin) / level.page_size;
-    int32_t offset = (tile + range.begin) % level.page_size;
-    const auto* k_head = static_cast<const KV*>(p_->k) + kv_head_ * p_->k_stride_head;
-    const auto* v_head = static_cast<const KV*>(p_->v) + kv_head_ * p_->v_stride_head;
-    tokens.begin = range.begin;
-    tokens.end = range.end;
-    for (int i = range.begin; i < range.end; ++page, offset = 0) {
-      const int64_t id = level.indices
-                             ? level.indices[row + int64_t(page) * level.index_step] / level.index_divisor
-                             : row + page;
-      const KV* key = k_head + id * p_->k_stride_page + offset * p_->k_stride_token;
-      const KV* value = v_head + id * p_->v_stride_page + offset * p_->v_stride_token;
-      const int stop = i + std::min(range.end - i, level.page_size - offset);
-      for (; i < stop; ++i, key += p_->k_stride_token, value += p_->v_stride_token) {
-        tokens.k[i] = key;
-        tokens.v[i] = value;
-      }
-    }
-  }
-
   // Whether dot products have only to be scaled. A negative scale turns their order around.
   bool is_plain(int slot) const { return !Variant::has_transform(*p_) && logit_scale_of(slot) > 0.0f; }
 
@@ -430,26 +401,18 @@ class Executor {
     const bool plain = is_plain(slot);
     const float unit = plain ? scale * kLog2E : kLog2E;
     for (int i = 0; i < count; ++i) {
-      if (!plain) transform_row(slot + i, row + i, tile, scale, s + i * kKeyTile);
+      if (!plain) {
+        const LogitIndex index{
+            request_,        token_[row + i], q_pos0_ + token_[row + i], tile, qo_head_of(slot + i, row + i),
+            kv_head_of(slot)};
+        transform_row<Variant>(*p_, index, scale, s + i * kKeyTile);
+      }
       alpha_[slot + i] = raise_max(s + i * kKeyTile, visible[i], unit, softmax_[slot + i]);
     }
     for (int i = 0; i < count; ++i) {
       take_exponents(s + i * kKeyTile, visible[i], unit, softmax_[slot + i]);
       if (i % 8 == 4) Engine::stay_awake();
       ahead.step();
-    }
-  }
-
-  void transform_row(int slot, int row, int32_t tile, float scale, float* s) const {
-    IVec lane;
-    for (int i = 0; i < kLanes; ++i) lane[i] = i;
-    const int32_t token = token_[row], head = qo_head_of(slot, row);
-    for (int k = 0; k < kKeyTile; k += kLanes) {
-      const LogitIndexOf<IVec> index{request_,          token, q_pos0_ + token,
-                                     lane + (tile + k), head,  kv_head_of(slot)};
-      Vec x = load(s + k) * scale;
-      if (Variant::has_transform(*p_)) x = Variant::template logits_transform<VecMath>(*p_, x, index);
-      store(s + k, x);
     }
   }
 

@@ -1,20 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the keys and values of a tile lie, and the request for those of the next tile.
+// Asks for the keys and values of a later tile while one is computed.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 
-#include "microkernels.h"
+#include "tokens.h"
 
 namespace fi::cpu {
-
-// Row pointers of the keys [begin, end) of a tile.
-template <class KV>
-struct Tokens {
-  int begin = 0, end = 0;
-  const KV* k[kKeyTile];
-  const KV* v[kKeyTile];
-};
 
 // A core has 16 or so outstanding misses: requests in a burst would stall it, and between bursts the memory
 // would idle, so that they are spread evenly over the steps between which an engine computes.

@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 
+#include "../core/variant.h"
 #include "microkernels.h"
 #include "state.h"
 
@@ -26,6 +27,25 @@ struct RunningSoftmax {
   // Natural log of the sum of exponentials. Some key was seen.
   float lse() const { return (max + std::log2(sum)) * kLn2; }
 };
+
+struct VecMath {
+  static Vec tanh(Vec x) { return cpu::tanh(x); }
+  static Vec to_float(IVec x) { return __builtin_convertvector(x, Vec); }
+};
+
+// Dot products s[64] become logits; index.kv_pos is that of the first key.
+template <class Variant>
+void transform_row(const AttentionParams& p, const LogitIndex& index, float scale, float* s) {
+  IVec lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  for (int k = 0; k < kKeyTile; k += kLanes) {
+    const LogitIndexOf<IVec> at{index.request, index.q_token, index.q_pos, lane + (index.kv_pos + k),
+                                index.qo_head, index.kv_head};
+    Vec x = load(s + k) * scale;
+    if (Variant::has_transform(p)) x = Variant::template logits_transform<VecMath>(p, x, at);
+    store(s + k, x);
+  }
+}
 
 // The step of one tile comes in two halves, so that the rows of a block can do the first one together: it is
 // a chain of operations that wait for each other. scale > 0 turns dot products into exponents.

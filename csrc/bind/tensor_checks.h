@@ -37,11 +37,24 @@ inline constexpr DLDataType kBFloat16{kDLBfloat, 16, 1};
 inline constexpr DLDataType kE4M3{kDLFloat8_e4m3fn, 8, 1};
 inline constexpr DLDataType kE5M2{kDLFloat8_e5m2, 8, 1};
 
-inline void expect_host(const char* name, const TensorView& t) {
-  if (t.device().device_type != kDLCPU)
-    TVM_FFI_THROW(ValueError) << name << ": expected a tensor in host memory; got one of device type "
-                              << int(t.device().device_type) << ". Move it with .cpu().";
+inline constexpr DLDevice kHost{kDLCPU, 0};
+
+inline bool is_cuda(DLDevice d) { return d.device_type == kDLCUDA; }
+
+inline std::string device_text(DLDevice d) {
+  if (d.device_type == kDLCPU) return "host memory";
+  if (is_cuda(d)) return "cuda:" + std::to_string(d.device_id);
+  return "device type " + std::to_string(int(d.device_type));
 }
+
+inline void expect_device(const char* name, const TensorView& t, DLDevice device) {
+  const DLDevice got = t.device();
+  if (got.device_type != device.device_type || (is_cuda(device) && got.device_id != device.device_id))
+    TVM_FFI_THROW(ValueError) << name << ": expected a tensor in " << device_text(device) << "; got one in "
+                              << device_text(got) << ". Move it with .to().";
+}
+
+inline void expect_host(const char* name, const TensorView& t) { expect_device(name, t, kHost); }
 
 inline void expect_dtype(const char* name, const TensorView& t, DLDataType expected) {
   if (!same_dtype(t.dtype(), expected))
@@ -75,8 +88,9 @@ inline void expect_unit_stride(const char* name, const TensorView& t) {
                               << t.stride(last) << ". Call .contiguous() on it.";
 }
 
-inline void expect_vector(const char* name, const TensorView& t, DLDataType dtype, int64_t size) {
-  expect_host(name, t);
+inline void expect_vector(const char* name, const TensorView& t, DLDataType dtype, int64_t size,
+                          DLDevice device = kHost) {
+  expect_device(name, t, device);
   expect_dtype(name, t, dtype);
   expect_shape(name, t, {size});
   expect_unit_stride(name, t);

@@ -57,8 +57,8 @@ def append_kv(
         key,
         value,
         slot_mapping,
-        ops.scale_tensor("k_scale", k_scale),
-        ops.scale_tensor("v_scale", v_scale),
+        ops.scale_tensor("k_scale", k_scale, k_cache.device),
+        ops.scale_tensor("v_scale", v_scale, k_cache.device),
         k_cache,
         v_cache,
     )

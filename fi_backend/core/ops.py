@@ -17,27 +17,29 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
     """Define ``fi_backend::<schema>``.
 
     schema: in torch's operator language; arguments that the operator writes are marked ``Tensor(a!)``.
-    implementation: called with real tensors. fake: computes shapes and dtypes only.
+    implementation: called with real tensors of the CPU or a GPU. fake: computes shapes and dtypes only.
     """
     # Library.define/impl and not custom_op, whose dispatch costs 26 us a call instead of 3 us.
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, implementation, "CPU")
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"fi_backend::{name}", fake, lib=_LIBRARY)
 
 
 @lru_cache(maxsize=256)
-def _cached_scale(value: float) -> Tensor:
-    return torch.tensor([value], dtype=torch.float32)
+def _cached_scale(value: float, device: torch.device) -> Tensor:
+    # Filled on the device: a copy from pageable memory would wait for it.
+    return torch.full((1,), value, dtype=torch.float32, device=device)
 
 
-def scale_tensor(name: str, value: float | Tensor) -> Tensor:
-    """Return a dequantisation scale as a tensor: itself, or a cached float32 [1]."""
+def scale_tensor(name: str, value: float | Tensor, device: torch.device) -> Tensor:
+    """Return a dequantisation scale as a tensor on `device`: itself, or a cached float32 [1]."""
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a float or a float32 tensor; got {type(value).__name__}.")
     # Dynamo traces through a cache and warns about it.
     if torch.compiler.is_compiling():
-        return torch.tensor([value], dtype=torch.float32)
-    return _cached_scale(float(value))
+        return torch.full((1,), value, dtype=torch.float32, device=device)
+    return _cached_scale(float(value), device)

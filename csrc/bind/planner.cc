@@ -14,7 +14,7 @@ namespace {
 using tvm::ffi::TensorView;
 
 // The int64 vector that Python builds once per BatchAttention (fi_backend/core/planner.py).
-constexpr int64_t kConfigFields = 19;
+constexpr int64_t kConfigFields = 21;
 
 PlannerConfig read_config(TensorView config) {
   if (config.ndim() != 1 || config.size(0) != kConfigFields)
@@ -35,6 +35,8 @@ PlannerConfig read_config(TensorView config) {
   c.alpha = int32_t(v[12]);
   for (int i = 0; i < kNumTiles; ++i) c.beta[i] = int32_t(v[13 + i]);
   c.part_cost = int32_t(v[18]);
+  c.min_tile = int32_t(v[19]);
+  c.max_tile = int32_t(v[20]);
   return c;
 }
 

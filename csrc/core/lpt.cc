@@ -6,39 +6,22 @@
 #include <functional>
 #include <queue>
 #include <utility>
+#include <vector>
+
+#include "plan_rules.h"
 
 namespace fi {
-namespace {
 
-constexpr int kDigitBits = 8;
-constexpr uint32_t kBuckets = 1u << kDigitBits;
-constexpr size_t kInsertionLimit = 32;
-
-void insertion_sort(std::vector<SortKey>& keys) {
-  for (size_t i = 1; i < keys.size(); ++i) {
-    const SortKey key = keys[i];
-    size_t j = i;
-    for (; j > 0 && keys[j - 1].cost < key.cost; --j) keys[j] = keys[j - 1];
-    keys[j] = key;
-  }
-}
-
-}  // namespace
-
-void sort_longest_first(std::vector<SortKey>& keys, std::vector<SortKey>& spare) {
-  if (keys.size() <= kInsertionLimit) return insertion_sort(keys);
-  spare.resize(keys.size());
-  uint32_t varying = 0;
-  for (const SortKey& k : keys) varying |= k.cost ^ keys[0].cost;
-  for (int shift = 0; shift < 32; shift += kDigitBits) {
-    if (((varying >> shift) & (kBuckets - 1)) == 0) continue;
-    std::array<uint32_t, kBuckets> position{};
-    for (const SortKey& k : keys) ++position[(~k.cost >> shift) & (kBuckets - 1)];
-    uint32_t sum = 0;
-    for (uint32_t& p : position) sum += std::exchange(p, sum);
-    for (const SortKey& k : keys) spare[position[(~k.cost >> shift) & (kBuckets - 1)]++] = k;
-    keys.swap(spare);
-  }
+void sort_longest_first(std::span<const WorkItem> items, WorkItem* sorted) {
+  int32_t greatest = 0;
+  for (const WorkItem& item : items) greatest = std::max(greatest, item.cost);
+  const int shift = sort_shift(uint32_t(greatest));
+  std::array<uint32_t, kSortBuckets> position{};
+  for (const WorkItem& item : items) ++position[size_t(sort_bucket(uint32_t(item.cost), shift))];
+  uint32_t sum = 0;
+  for (uint32_t& p : position) sum += std::exchange(p, sum);
+  for (const WorkItem& item : items)
+    sorted[position[size_t(sort_bucket(uint32_t(item.cost), shift))]++] = item;
 }
 
 void assign_queues(std::span<const WorkItem> items, int32_t num_kv_heads, int32_t num_queues, int32_t* begin,

@@ -6,14 +6,22 @@
 namespace fi {
 
 inline constexpr int32_t kPlanMagic = 0x50494621;
-inline constexpr int32_t kPlanVersion = 1;
+inline constexpr int32_t kPlanVersion = 2;
 inline constexpr int32_t kMaxQueryTile = 128;
 
 enum WorkItemFlags : uint8_t {
   // The first chunk of its query tile. A kernel moves its begin down to the true start of the window,
   // which lies lower than the planned one when the host knew only an upper bound of the KV length.
   kFirstChunk = 1,
+  // The last chunk of its query tile; an item of an unsplit tile has both flags. A kernel moves its end to
+  // the true one, the length or the causal limit of the last row, which lies elsewhere than planned when
+  // lengths changed on the device. In the batch-invariant mode a later chunk of a split tile ends inside its
+  // last grid chunk all the same: the states that it may write are counted by the plan.
+  kLastChunk = 2,
 };
+
+// Word 1 of the counters: what a launch or the device planner met in lengths that only the device has seen.
+enum Counter : int32_t { kTicket = 0, kFaults = 1, kArrivals = 2 };
 
 // (level, query tile, KV chunk) -> one partial or final attention state of every KV head.
 struct WorkItem {
@@ -73,7 +81,7 @@ struct PlanCapacity {
   int32_t partial_rows;
   int32_t queues;         // 0 without planned queues
   int32_t queue_entries;  // 0 without planned queues
-  int32_t counters;       // 1 + units * KV heads
+  int32_t counters;       // 2 + units * KV heads
 };
 inline constexpr int kCapacityFields = 8;
 
@@ -87,8 +95,9 @@ struct PlanLayout {
   int64_t kv_len_bounds;  // int32, num_requests: the KV lengths that the plan was made for
   int64_t queue_begin;    // int32, num_queues + 1
   int64_t queue_entries;  // int32, item * num_kv_heads + KV head
-  // int32: the ticket, then the arrivals of each (unit, KV head). Zeroed by every plan, so that an aborted
-  // launch cannot poison the next step, and reset by every launch. The one section that kernels write.
+  // int32: the ticket, the faults, then the arrivals of each (unit, KV head). Zeroed by every plan, so that
+  // an aborted launch cannot poison the next step; ticket and arrivals are reset by every launch as well.
+  // The one section that kernels write.
   int64_t counters;
   int64_t total;
 };

@@ -33,13 +33,15 @@ struct PlannerConfig {
   int32_t alpha;            // cost = alpha * Tq + beta[tile] * KV tokens
   int32_t beta[kNumTiles];  // by query tile
   int32_t part_cost;        // writing and merging one partial state
+  int32_t min_tile;         // query tile heights that the kernels have, least and greatest
+  int32_t max_tile;
 };
 
 // Upper bounds of everything a plan within `config.limits` can contain; see planner.cc for the proof.
 PlanCapacity plan_capacity(const PlannerConfig& config);
 
-// Index into kTileLog2 of the smallest query tile that holds `packed_rows`, the largest tile if none does.
-int query_tile(int64_t packed_rows);
+// Costs of a plan are added up in units of 2^cost_shift.
+int cost_shift(const PlannerConfig& config, const PlanCapacity& capacity);
 
 // Writes the plan. qo_indptr has one entry more than kv_lens; kv_lens may be upper bounds.
 // Throws std::invalid_argument before anything is written when the input breaks a limit.

@@ -4,13 +4,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "host_device.h"
 #include "params.h"
-
-#if defined(__CUDACC__)
-#define FI_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define FI_HOST_DEVICE inline __attribute__((always_inline))
-#endif
 
 namespace fi {
 

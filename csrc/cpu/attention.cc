@@ -69,13 +69,13 @@ void run_attention(const AttentionParams& params, int num_threads) {
         for (int32_t i = queue_begin[q]; i < queue_begin[q + 1]; ++i)
           executor.run_tickets(queue_entries[i] / heads, queue_entries[i] % heads, 1);
     } else {
-      std::atomic_ref<int32_t> next(params.counters[0]);
+      std::atomic_ref<int32_t> next(params.counters[kTicket]);
       for (int32_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tickets;)
         executor.run_tickets(t / groups, t % groups * together, together);
     }
     executor.end();
   }
-  params.counters[0] = 0;
+  params.counters[kTicket] = 0;
 }
 
 }  // namespace fi::cpu

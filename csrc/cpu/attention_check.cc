@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "../core/variant.h"
@@ -23,7 +24,12 @@ std::string check_plan(const AttentionParams& p, const PlanHeader& h) {
   return {};
 }
 
-std::string check_lengths(const AttentionParams& p, const int32_t* bounds, int64_t num_tokens) {
+// Kernels step over keys by whole tiles in 32 bits.
+constexpr int32_t kMaxKvLen = std::numeric_limits<int32_t>::max() - 127;
+
+// In the batch-invariant mode the plan counts the partial states, so that a request must not outgrow it.
+std::string check_lengths(const AttentionParams& p, const PlanHeader& h, const int32_t* bounds,
+                          int64_t num_tokens) {
   const LevelParams& level = p.level;
   if (p.qo_indptr[0] < 0) return "qo_indptr[0]: expected >= 0; got " + str(p.qo_indptr[0]) + ".";
   for (int32_t r = 0; r < p.num_requests; ++r) {
@@ -32,9 +38,12 @@ std::string check_lengths(const AttentionParams& p, const int32_t* bounds, int64
       return "qo_indptr[" + str(r + 1) + "]: expected a non-decreasing sequence; got " +
              str(p.qo_indptr[r + 1]) + " after " + str(p.qo_indptr[r]) + ".";
     if (level.kv_lens[r] < 0) return at("kv_lens") + ">= 0; got " + str(level.kv_lens[r]) + ".";
-    if (level.kv_lens[r] > bounds[r])
-      return at("kv_lens") + "at most " + str(bounds[r]) + ", the length that the plan was made for; got " +
-             str(level.kv_lens[r]) + ". Plan with an upper bound of the lengths.";
+    if (level.kv_lens[r] > kMaxKvLen)
+      return at("kv_lens") + "at most " + str(kMaxKvLen) + "; got " + str(level.kv_lens[r]) + ".";
+    if (h.invariant_grid > 0 && level.kv_lens[r] > bounds[r])
+      return at("kv_lens") + "at most " + str(bounds[r]) +
+             ", the length that the batch-invariant plan was made for; got " + str(level.kv_lens[r]) +
+             ". Plan with an upper bound of the lengths.";
     if (level.row_begin[r] < 0 || level.row_end[r] < level.row_begin[r])
       return at("row_end") + ">= row_begin = " + str(level.row_begin[r]) + " >= 0; got " +
              str(level.row_end[r]) + ".";
@@ -52,11 +61,13 @@ std::string check_lengths(const AttentionParams& p, const int32_t* bounds, int64
 // A request that has grown since the plan has rows that no item would write.
 std::string check_coverage(const AttentionParams& p, const PlanHeader& h, const int32_t* bounds) {
   const auto* items = reinterpret_cast<const WorkItem*>(p.plan + p.layout.items);
-  thread_local std::vector<int64_t> planned;
+  thread_local std::vector<int64_t> planned, last_tile;
   planned.assign(size_t(p.num_requests), 0);
+  last_tile.assign(size_t(p.num_requests), 0);
   for (int32_t i = 0; i < h.num_items; ++i) {
-    int64_t& rows = planned[size_t(items[i].request)];
-    rows = std::max<int64_t>(rows, int64_t(items[i].q_begin) + items[i].q_rows);
+    const size_t r = size_t(items[i].request);
+    planned[r] = std::max<int64_t>(planned[r], int64_t(items[i].q_begin) + items[i].q_rows);
+    last_tile[r] = std::max<int64_t>(last_tile[r], items[i].q_begin);
   }
   for (int32_t r = 0; r < p.num_requests; ++r) {
     const int64_t tokens = int64_t(p.qo_indptr[r + 1]) - p.qo_indptr[r];
@@ -64,13 +75,16 @@ std::string check_coverage(const AttentionParams& p, const PlanHeader& h, const 
       return "qo_indptr: expected at most the " + str(planned[size_t(r)] / p.group) +
              " query tokens that request " + str(r) + " was planned with; got " + str(tokens) +
              ". Call plan() again when query lengths grow.";
-    // The items of a causal tile end at the last key that its rows saw when they were planned.
+    // A causal tile but the last ends before the length. Where the plan counts the partial states, that end
+    // must not move right.
     const int64_t planned_tokens = planned[size_t(r)] / p.group;
     const int64_t first = p.level.kv_lens[r] - tokens, planned_first = bounds[r] - planned_tokens;
-    if (p.causal && tokens > 0 && first > planned_first && planned[size_t(r)] > kMaxQueryTile)
+    if (h.invariant_grid > 0 && p.causal && tokens > 0 && first > planned_first && last_tile[size_t(r)] > 0)
       return "qo_indptr: expected the first query of request " + str(r) + " at position " +
              str(planned_first) + " or before, as planned; got " + str(first) +
-             ". Call plan() again when query lengths shrink and KV lengths do not.";
+             ". Call plan() again when query lengths shrink and KV lengths do not, for the batch-invariant "
+             "mode "
+             "counts partial states when it plans.";
   }
   return {};
 }
@@ -106,7 +120,7 @@ std::string find_error(const AttentionParams& p, int64_t num_tokens, bool check_
   const auto& header = *reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header);
   const auto* bounds = reinterpret_cast<const int32_t*>(p.plan + p.layout.kv_len_bounds);
   std::string error = check_plan(p, header);
-  if (error.empty()) error = check_lengths(p, bounds, num_tokens);
+  if (error.empty()) error = check_lengths(p, header, bounds, num_tokens);
   if (error.empty()) error = check_coverage(p, header, bounds);
   if (error.empty() && check_pages) error = check_page_ids(p);
   return error;

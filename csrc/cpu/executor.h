@@ -97,7 +97,7 @@ class Executor {
       read_queries();
       const int32_t grid = header_->invariant_grid;
       if (grid == 0) {
-        attend(first_key(kKeyTile), item_->kv_end);
+        attend(first_key(kKeyTile), end_key());
         emit(item_->partial, o_, lse_);
       } else if (item_->flags & kFirstChunk) {
         fold_chunks(grid);
@@ -105,7 +105,7 @@ class Executor {
       } else {
         int32_t row = item_->partial;
         for (int64_t k = item_->kv_begin; k < item_->kv_end; k += grid, row += item_->q_rows) {
-          attend(int32_t(k), int32_t(std::min<int64_t>(k + grid, item_->kv_end)));
+          attend(int32_t(k), end_of_chunk(k, grid));
           emit(row, o_, lse_);
         }
       }
@@ -195,11 +195,20 @@ class Executor {
     return std::min(item_->kv_begin, keys_.begin / align * align);
   }
 
+  // Where it ends: a last chunk reaches up to the true end of what its rows see.
+  int32_t end_key() const {
+    return item_->flags & kLastChunk ? keys_.end : std::min(item_->kv_end, keys_.end);
+  }
+
+  int32_t end_of_chunk(int64_t begin, int32_t grid) const {
+    return int32_t(std::min<int64_t>(begin + grid, keys_.end));
+  }
+
   void fold_chunks(int32_t grid) {
     clear_fold();
-    const int32_t end = std::min(item_->kv_end, keys_.end);
+    const int32_t end = end_key();
     for (int64_t k = first_key(grid); k < end; k += grid) {
-      attend(int32_t(k), int32_t(std::min<int64_t>(k + grid, end)));
+      attend(int32_t(k), end_of_chunk(k, grid));
       for_slots([&](int slot, int) {
         merge_into(fold_ + slot * o_stride_, fold_lse_[slot], o_ + slot * o_stride_, lse_[slot], o_stride_);
       });
@@ -449,7 +458,8 @@ class Executor {
   void arrive(int32_t kv_head) {
     const int32_t index = item_->unit;
     const MergeUnit& unit = reinterpret_cast<const MergeUnit*>(p_->plan + p_->layout.units)[index];
-    std::atomic_ref<int32_t> arrivals(p_->counters[1 + int64_t(index) * header_->num_kv_heads + kv_head]);
+    std::atomic_ref<int32_t> arrivals(
+        p_->counters[kArrivals + int64_t(index) * header_->num_kv_heads + kv_head]);
     if (arrivals.fetch_add(1, std::memory_order_acq_rel) + 1 != unit.num_items) return;
     arrivals.store(0, std::memory_order_relaxed);
     locate(unit.request, unit.q_begin, unit.q_rows);

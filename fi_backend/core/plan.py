@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
+FIRST_CHUNK = 1
+LAST_CHUNK = 2
 PLAN_MAGIC = 0x50494621
 
 WORK_ITEM = np.dtype(

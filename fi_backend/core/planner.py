@@ -89,7 +89,8 @@ class Planner:
     """Fills plan buffers for one spec under fixed limits, reading host lengths only.
 
     spec, limits: see there. num_ctas: CTAs (threads on a CPU) to balance over. planned_queues: also assign
-    every item to a CTA by the paper's Algorithm 1. costs: the cost model.
+    every item to a CTA by the paper's Algorithm 1. costs: the cost model. tiles: least and greatest query
+    tile height that the kernels have, of QUERY_TILES.
     """
 
     def __init__(
@@ -100,11 +101,16 @@ class Planner:
         num_ctas: int,
         costs: CostModel,
         planned_queues: bool = False,
+        tiles: tuple[int, int] = (QUERY_TILES[0], QUERY_TILES[-1]),
     ) -> None:
         if isinstance(num_ctas, bool) or not isinstance(num_ctas, int):
             raise TypeError(f"num_ctas: expected an int; got {num_ctas!r} of type {type(num_ctas).__name__}.")
         if not 1 <= num_ctas < 2**31:
             raise ValueError(f"num_ctas: expected 1 .. 2**31 - 1; got {num_ctas}.")
+        if not (len(tiles) == 2 and set(tiles) <= set(QUERY_TILES) and tiles[0] <= tiles[1]):
+            raise ValueError(
+                f"tiles: expected the least and the greatest height of {QUERY_TILES}; got {tiles!r}."
+            )
         self.limits = limits
         self.costs = costs
         self.config = torch.tensor(
@@ -122,6 +128,7 @@ class Planner:
                 costs.alpha,
                 *costs.beta,
                 costs.part_cost,
+                *tiles,
             ],
             dtype=torch.int64,
         )

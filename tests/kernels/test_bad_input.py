@@ -18,6 +18,7 @@ from fi_backend.core.spec import AttentionSpec
 from fi_backend.errors import PlanError
 
 SPEC = AttentionSpec(8, 2, 64, head_dim_v=32, dtype="float32", page_size=16)
+INVARIANT_SPEC = AttentionSpec(8, 2, 64, head_dim_v=32, dtype="float32", page_size=16, batch_invariant=True)
 
 
 def int32(*values: int) -> Tensor:
@@ -149,7 +150,7 @@ def test_parameters_that_the_spec_asks_for(option: str, name: str) -> None:
 
 
 def test_lengths_that_grew_since_the_plan() -> None:
-    step = Step()
+    step = Step(INVARIANT_SPEC)
     step.kv_lens[1] = 21
     step.expect_refusal(ValueError, r"^kv_lens\[1\]: expected at most 20, .*; got 21")
     step = Step()
@@ -169,10 +170,14 @@ def test_lengths_that_grew_since_the_plan() -> None:
     step.expect_refusal(ValueError, r"^qo_indptr\[2\]: expected at most the 5 tokens of q; got 6")
 
 
-def test_lengths_may_shrink_since_the_plan() -> None:
+@pytest.mark.parametrize(
+    "lens", [(50, 0), (0, 32), (96, 21), (90, 20)], ids=["shrunk", "swapped", "grown", "equal"]
+)
+def test_lengths_may_change_since_the_plan(lens: tuple[int, int]) -> None:
+    """The first and the last chunk of a tile reach to the true ends."""
     step, fresh = Step(), Step()
-    for lens in (step.kv_lens, fresh.kv_lens):
-        lens.copy_(int32(50, 0))
+    for kv_lens in (step.kv_lens, fresh.kv_lens):
+        kv_lens.copy_(int32(*lens))
     fresh.attn.plan(fresh.starts, fresh.table)
     step.attn.run(**step.arguments)
     fresh.attn.run(**fresh.arguments)
@@ -186,10 +191,26 @@ def test_both_caches_with_other_heads_than_the_spec() -> None:
     step.expect_refusal(ValueError, r"^k_cache: expected 2 KV heads.*got \(8, 16, 1, 64\)")
 
 
+@pytest.mark.parametrize("window_left", [-1, 40])
+@pytest.mark.parametrize("tokens", [299, 100, 1])
+@pytest.mark.parametrize("kv_len", [300, 304, 60])
+def test_query_lengths_that_shrank(tokens: int, kv_len: int, window_left: int) -> None:
+    """Where KV lengths do not shrink as well, the queries sit further right than planned."""
+    spec = AttentionSpec(8, 2, 64, head_dim_v=32, dtype="float32", page_size=16, window_left=window_left)
+    limits = {"max_requests": 1, "max_tokens": 300, "max_kv_len": 304, "num_ctas": 16, "costs": SPLIT_COSTS}
+    starts, kv_lens = int32(0, 300), int32(300)
+    table = PageTable.from_block_table(torch.arange(19, dtype=torch.int32)[None], kv_lens, page_size=16)
+    attn, fresh = BatchAttention(spec, **limits), BatchAttention(spec, **limits)
+    attn.plan(starts, table)
+    q, k, v = torch.randn(300, 8, 64), torch.randn(19, 16, 2, 64), torch.randn(19, 16, 2, 32)
+    starts[1], kv_lens[0] = tokens, kv_len
+    fresh.plan(starts, table)
+    torch.testing.assert_close(attn.run(q, k, v)[:tokens], fresh.run(q, k, v)[:tokens])
+
+
 @pytest.mark.parametrize("tokens", [299, 100])
-def test_query_lengths_that_shrank_while_the_kv_lengths_did_not(tokens: int) -> None:
-    """The queries then sit further right than planned, where the planned tiles end too early for them."""
-    spec = AttentionSpec(8, 2, 64, head_dim_v=32, dtype="float32", page_size=16)
+def test_query_lengths_that_shrank_under_a_plan_that_counts_its_states(tokens: int) -> None:
+    spec = AttentionSpec(8, 2, 64, head_dim_v=32, dtype="float32", page_size=16, batch_invariant=True)
     attn = BatchAttention(spec, max_requests=1, max_tokens=300, max_kv_len=300, num_ctas=4)
     starts, kv_lens = int32(0, 300), int32(300)
     table = PageTable.from_block_table(torch.arange(19, dtype=torch.int32)[None], kv_lens, page_size=16)

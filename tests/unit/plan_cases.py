@@ -38,6 +38,7 @@ class PlanCase:
     planned_queues: bool = False
     spare: tuple[int, int, int] = (0, 0, 0)
     first_token: int = 0
+    tiles: tuple[int, int] = (1, 128)
 
     @property
     def cost_model(self) -> CostModel:
@@ -55,7 +56,12 @@ class PlanCase:
         needed = (len(self.q_lens), sum(self.q_lens), max(self.kv_lens, default=0))
         limits = Limits(*(max(1, n + s) for n, s in zip(needed, self.spare, strict=True)))
         return Planner(
-            spec, limits, num_ctas=self.num_ctas, costs=self.cost_model, planned_queues=self.planned_queues
+            spec,
+            limits,
+            num_ctas=self.num_ctas,
+            costs=self.cost_model,
+            planned_queues=self.planned_queues,
+            tiles=self.tiles,
         )
 
     def qo_indptr(self) -> torch.Tensor:
@@ -92,6 +98,7 @@ def cases(*, max_requests: int = 12, max_q: int = 300, max_kv: int = 5000) -> st
             st.just((0, 0, 0)), st.tuples(st.integers(0, 300), st.integers(0, 5000), st.integers(0, 100000))
         ),
         first_token=st.sampled_from((0, 7)),
+        tiles=st.sampled_from(((1, 128), (1, 128), (16, 128), (16, 64), (1, 1), (32, 32))),
     )
 
 

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from oracle import visible
 from plan_cases import TILES, PlanCase, cases, visible_range
 
-from fi_backend.core.plan import PLAN_MAGIC, PLAN_VERSION, Plan
-
-FIRST_CHUNK = 1
+from fi_backend.core.plan import FIRST_CHUNK, LAST_CHUNK, PLAN_MAGIC, PLAN_VERSION, Plan
 
 
 def tiles_of(plan: Plan) -> dict[tuple[int, int], list[Any]]:
@@ -42,7 +40,8 @@ def test_tiles_partition_the_rows_and_chunks_partition_the_visible_keys(case: Pl
     for (request, q_begin), items in sorted(tiles.items()):
         rows = case.q_lens[request] * case.group
         assert q_begin == next_row[request]
-        height = min((t for t in TILES if t >= rows), default=TILES[-1])
+        height = min((t for t in TILES if rows <= t and case.tiles[0] <= t), default=TILES[-1])
+        height = min(height, case.tiles[1])
         for item in items:
             assert item["level"] == 0
             assert 1 << item["tile_log2"] == height, "the smallest tile that holds the request's rows"
@@ -55,7 +54,10 @@ def test_tiles_partition_the_rows_and_chunks_partition_the_visible_keys(case: Pl
             assert before["kv_end"] == after["kv_begin"]
         if len(items) > 1:
             assert all(item["kv_begin"] < item["kv_end"] for item in items)
-        assert [item["flags"] for item in items] == [FIRST_CHUNK] + [0] * (len(items) - 1)
+        flags = [0] * len(items)
+        flags[0] |= FIRST_CHUNK
+        flags[-1] |= LAST_CHUNK
+        assert [item["flags"] for item in items] == flags
     assert next_row == [q_len * case.group for q_len in case.q_lens]
 
 
@@ -65,14 +67,15 @@ def count_coverage(case: PlanCase, plan: Plan, kv_lens: tuple[int, ...]) -> list
     for item in plan.items:
         rows = slice(item["q_begin"], item["q_begin"] + item["q_rows"])
         begin = 0 if item["flags"] & FIRST_CHUNK else item["kv_begin"]
-        counts[item["request"]][rows, begin : min(item["kv_end"], kv_lens[item["request"]])] += 1
+        end = kv_lens[item["request"]] if item["flags"] & LAST_CHUNK else item["kv_end"]
+        counts[item["request"]][rows, begin:end] += 1
     return counts
 
 
 @share(200)
 @given(cases(max_requests=5, max_q=40, max_kv=700), st.data())
-def test_a_plan_for_upper_bounds_covers_the_exact_lengths(case: PlanCase, data: st.DataObject) -> None:
-    exact = tuple(data.draw(st.integers(0, kv_len), label="exact length") for kv_len in case.kv_lens)
+def test_a_plan_covers_whatever_the_lengths_turn_out_to_be(case: PlanCase, data: st.DataObject) -> None:
+    exact = tuple(data.draw(st.integers(0, 2 * kv_len + 9), label="exact length") for kv_len in case.kv_lens)
     counts = count_coverage(case, case.plan(), exact)
     for count, q_len, kv_len in zip(counts, case.q_lens, exact, strict=True):
         seen = visible(q_len, kv_len, case.causal, case.window_left).repeat_interleave(case.group, dim=0)
@@ -102,6 +105,15 @@ def test_the_tile_follows_from_query_length_times_group(rows: int, tile: int) ->
     for group in (g for g in (1, 3, 8) if rows % g == 0):
         plan = PlanCase((1, rows // group), (50, 1000), group=group).plan()
         assert {1 << i["tile_log2"] for i in plan.items if i["request"] == 1} == {tile}
+
+
+@pytest.mark.parametrize(
+    ("tiles", "rows", "tile"), [((16, 64), 1, 16), ((16, 64), 65, 64), ((32, 32), 999, 32), ((1, 1), 40, 1)]
+)
+def test_the_tile_is_one_that_the_kernels_have(tiles: tuple[int, int], rows: int, tile: int) -> None:
+    plan = PlanCase((rows,), (1000,), tiles=tiles).plan()
+    assert {1 << i["tile_log2"] for i in plan.items} == {tile}
+    assert len({int(i["q_begin"]) for i in plan.items}) == -(-rows // tile)
 
 
 def test_header_states_what_was_planned() -> None:

@@ -111,6 +111,12 @@ def test_num_ctas_is_checked(num_ctas: Any, kind: type[Exception]) -> None:
         Planner(AttentionSpec(1, 1, 64), Limits(1, 1, 1), num_ctas=num_ctas, costs=CostModel())
 
 
+@pytest.mark.parametrize("tiles", [(2, 16), (16, 1), (1, 256), (16,), (0, 128)])
+def test_tiles_are_two_heights_in_order(tiles: Any) -> None:
+    with pytest.raises(ValueError, match=r"^tiles: expected the least and the greatest height of \(1, 16"):
+        Planner(AttentionSpec(1, 1, 64), Limits(1, 1, 1), num_ctas=1, costs=CostModel(), tiles=tiles)
+
+
 def test_limits_whose_tickets_do_not_fit_int32_are_refused_at_construction() -> None:
     """A ticket is (item, KV head): the counter that CTAs draw them from has 32 bits."""
     limits = Limits(2**16, 2**16, 10)

@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+// Marks functions that host and device share.
+#pragma once
+
+#if defined(__CUDACC__)
+#define FI_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FI_HOST_DEVICE inline __attribute__((always_inline))
+#endif

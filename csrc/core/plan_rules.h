@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+// The arithmetic of planning, in integers only: one source for the host planner and the device planner, whose
+// plans have equal bytes. Sums of these values do not depend on their order.
+#pragma once
+#include <cstdint>
+
+#include "host_device.h"
+#include "planner.h"
+
+namespace fi {
+
+inline constexpr int64_t kMaxBudget = int64_t(1) << 62;
+inline constexpr int32_t kMaxInt32 = 0x7fffffff;
+
+// Query rows of one request and the KV range that they can see; empty when they see no key.
+struct Tile {
+  int32_t request;
+  int32_t q_begin;
+  int32_t kv_begin;
+  int32_t kv_end;
+  uint8_t kind;  // index into kTileLog2
+  uint8_t q_rows;
+};
+
+// How a tile is cut: `chunks` items of `chunk_len` KV tokens, the last one shorter. `states` counts its
+// partial states, 0 when there is one item.
+struct Split {
+  int32_t chunk_len;
+  int32_t chunks;
+  uint32_t states;
+};
+
+FI_HOST_DEVICE uint32_t ceil_div32(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+FI_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+FI_HOST_DEVICE int32_t tile_height(int kind) { return kind == 0 ? 1 : 8 << kind; }
+
+// Chunk borders are multiples of it.
+FI_HOST_DEVICE uint32_t chunk_align(const PlannerConfig& c) {
+  return uint32_t(c.invariant_grid > 0 ? c.invariant_grid : c.granule);
+}
+
+// The least query tile that holds `packed_rows`, or the greatest one if none does.
+FI_HOST_DEVICE int query_tile(const PlannerConfig& c, int64_t packed_rows) {
+  int kind = 0;
+  while (tile_height(kind) < c.max_tile &&
+         (tile_height(kind) < packed_rows || tile_height(kind) < c.min_tile))
+    ++kind;
+  return kind;
+}
+
+// The tile that begins at packed row `q_begin` of a request.
+FI_HOST_DEVICE Tile make_tile(const PlannerConfig& c, int32_t request, int32_t q_len, int32_t kv_len,
+                              int kind, int32_t q_begin) {
+  const int32_t left = q_len * c.group - q_begin, height = tile_height(kind);
+  const int32_t q_rows = left < height ? left : height;
+  const int32_t first = kv_len - q_len + q_begin / c.group;
+  int32_t begin = 0, end = kv_len;
+  if (c.causal) end = kv_len - q_len + (q_begin + q_rows - 1) / c.group + 1;
+  if (c.window_left >= 0 && first > c.window_left) {
+    const uint32_t align = chunk_align(c);
+    begin = int32_t(uint32_t(first - c.window_left) / align * align);
+  }
+  if (end <= begin) begin = end = 0;
+  return {request, q_begin, begin, end, uint8_t(kind), uint8_t(q_rows)};
+}
+
+// Costs are added up in units of 2^shift, so that no sum over a plan within the limits leaves 64 bits:
+// `greatest` is the cost of a tile, `tickets` the capacity in (item, KV head).
+FI_HOST_DEVICE int cost_shift(int64_t greatest, int64_t tickets, int32_t num_ctas) {
+  int width = 6 - 62;  // the comparison in better_budget() multiplies by up to 50
+  for (uint64_t v = uint64_t(greatest); v; v >>= 1) ++width;
+  for (uint64_t v = uint64_t(8 * tickets + 4 * int64_t(num_ctas)); v; v >>= 1) ++width;
+  return width > 0 ? width : 0;
+}
+
+FI_HOST_DEVICE int64_t scale_cost(int64_t cost, int shift) {
+  return (cost + (int64_t(1) << shift) - 1) >> shift;
+}
+
+FI_HOST_DEVICE int64_t tile_cost(const PlannerConfig& c, int kind, int32_t kv_tokens) {
+  return int64_t(c.beta[kind]) * kv_tokens;
+}
+
+FI_HOST_DEVICE int64_t item_cost(const PlannerConfig& c, int kind, int32_t kv_tokens, bool partial) {
+  return int64_t(c.alpha) * tile_height(kind) + tile_cost(c, kind, kv_tokens) + (partial ? c.part_cost : 0);
+}
+
+FI_HOST_DEVICE int32_t saturate32(int64_t v) { return v < kMaxInt32 ? int32_t(v) : kMaxInt32; }
+
+// Algorithm 1's share of a CTA, in the unit of item_cost(), from the scaled total of all tiles.
+FI_HOST_DEVICE int64_t ideal_budget(const PlannerConfig& c, int64_t scaled_total, int shift) {
+  int64_t ideal = ceil_div(scaled_total * c.num_kv_heads, c.num_ctas);
+  if (ideal < 1) ideal = 1;
+  return ideal > kMaxBudget >> shift ? kMaxBudget : ideal << shift;
+}
+
+// With so many tickets no candidate can beat the ideal share.
+FI_HOST_DEVICE bool has_many_tickets(const PlannerConfig& c, int64_t tiles) {
+  return tiles * c.num_kv_heads >= int64_t(8) * c.num_ctas;
+}
+
+// KV tokens of one item of this tile kind when an item may cost `budget`.
+FI_HOST_DEVICE int32_t chunk_tokens(const PlannerConfig& c, int kind, int64_t budget) {
+  const int64_t align = chunk_align(c), tokens = ceil_div(budget, c.beta[kind]);
+  return saturate32(ceil_div(tokens < c.min_chunk ? c.min_chunk : tokens, align) * align);
+}
+
+FI_HOST_DEVICE uint32_t chunk_count(int32_t kv_tokens, int32_t chunk) {
+  return kv_tokens <= chunk ? 1 : ceil_div32(uint32_t(kv_tokens), uint32_t(chunk));
+}
+
+// Items of a tile under a candidate budget, and the scaled cost of one of them.
+struct Share {
+  uint32_t items;
+  int64_t cost;
+};
+FI_HOST_DEVICE Share estimate_share(const PlannerConfig& c, int kind, int32_t kv_tokens, int32_t chunk,
+                                    int shift) {
+  const uint32_t n = chunk_count(kv_tokens, chunk);
+  const int32_t each = n == 1 ? kv_tokens : int32_t(ceil_div32(uint32_t(kv_tokens), n));
+  return {n, scale_cost(item_cost(c, kind, each, n > 1), shift)};
+}
+
+// Whether an item counts for the waves of large ones.
+FI_HOST_DEVICE bool is_large(int64_t cost, int64_t largest) { return 4 * cost > 3 * largest; }
+
+// Estimated makespan times 4 CTAs: the average load or the waves of large items, the last of which is full
+// by chance only.
+FI_HOST_DEVICE int64_t estimate_time(const PlannerConfig& c, int64_t load, int64_t largest, int64_t large) {
+  const int64_t waves = ceil_div(large * c.num_kv_heads, c.num_ctas);
+  const int64_t average = 4 * load * c.num_kv_heads, in_waves = largest * ((3 * waves + 1) * c.num_ctas);
+  return average > in_waves ? average : in_waves;
+}
+
+// A smaller budget has to promise two percent, for every partial state has to be written and read.
+FI_HOST_DEVICE bool is_better(int64_t time, int64_t best) { return best < 0 || time * 50 < best * 49; }
+
+FI_HOST_DEVICE Split split_tile(const PlannerConfig& c, int32_t kv_tokens, int32_t chunk) {
+  const uint32_t n = chunk_count(kv_tokens, chunk);
+  if (n == 1) return {kv_tokens, 1, 0};
+  const uint32_t align = chunk_align(c), len = uint32_t(kv_tokens);
+  const uint32_t each = ceil_div32(ceil_div32(len, n), align) * align, chunks = ceil_div32(len, each);
+  // Batch-invariant mode: the first item folds its grid chunks into one state, the others emit one each.
+  const uint32_t states = c.invariant_grid > 0 ? 1 + ceil_div32(len - each, align) : chunks;
+  return {int32_t(each), int32_t(chunks), states};
+}
+
+// States of the items before item `chunk` of a split tile.
+FI_HOST_DEVICE uint32_t states_before(const PlannerConfig& c, const Split& s, int32_t chunk) {
+  if (c.invariant_grid == 0 || chunk == 0) return uint32_t(chunk);
+  return 1 + uint32_t(chunk - 1) * (uint32_t(s.chunk_len) / uint32_t(c.invariant_grid));
+}
+
+FI_HOST_DEVICE WorkItem make_item(const PlannerConfig& c, const Tile& t, const Split& s, int32_t chunk,
+                                  int32_t unit, int32_t first_row) {
+  const bool last = chunk + 1 == s.chunks, split = s.chunks > 1;
+  const int32_t begin = t.kv_begin + chunk * s.chunk_len, end = last ? t.kv_end : begin + s.chunk_len;
+  const uint8_t flags = uint8_t((chunk == 0 ? kFirstChunk : 0) | (last ? kLastChunk : 0));
+  return {0,
+          flags,
+          uint8_t(t.kind == 0 ? 0 : 3 + t.kind),
+          t.q_rows,
+          t.request,
+          t.q_begin,
+          begin,
+          end,
+          split ? first_row + int32_t(states_before(c, s, chunk)) * t.q_rows : -1,
+          split ? unit : -1,
+          saturate32(item_cost(c, t.kind, end - begin, split))};
+}
+
+// Items are ordered by bucket, which tells apart 128 to 256 lengths up to the longest: what a finer order
+// would gain in balance is below the error of the cost model, and one pass sorts.
+inline constexpr int kSortBits = 8;
+inline constexpr int kSortBuckets = 1 << kSortBits;
+
+FI_HOST_DEVICE int sort_shift(uint32_t greatest_cost) {
+  int shift = 0;
+  while (greatest_cost >> shift >= uint32_t(kSortBuckets)) ++shift;
+  return shift;
+}
+
+FI_HOST_DEVICE int sort_bucket(uint32_t cost, int shift) { return kSortBuckets - 1 - int(cost >> shift); }
+
+}  // namespace fi

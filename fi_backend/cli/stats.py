@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 _HELP = {
     "steps": "Batches that were planned.",
     "plans": "Plans made for them, one for each kind of layer.",
-    "attention_calls": "Attention calls that ran on this back end.",
-    "tokens": "Query tokens of those calls.",
-    "appended_tokens": "Tokens written to KV caches.",
+    "attention_calls": "Attention calls that ran on this back end, one by one.",
+    "tokens": "Query tokens of all attention calls.",
+    "appended_tokens": "Tokens written to KV caches outside replayed CUDA graphs.",
     "layers": "Attention layers built on this back end.",
+    "replayed_calls": "Attention calls that ran inside replayed CUDA graphs.",
+    "captured_calls": "Attention calls recorded into CUDA graphs.",
 }
 
 
@@ -81,7 +83,7 @@ def _print_table(found: list[ProcessStats], summed: ProcessStats) -> None:
         console().print("no process has written counters there")
         return
     console().print(table)
-    if summed.steps and not summed.attention_calls:
+    if summed.steps and not summed.attention_calls + summed.replayed_calls:
         console().print(
             f"[yellow]{summed.steps} steps were planned and no attention call ran: "
             "another back end served the layers[/yellow]",

@@ -22,7 +22,7 @@ _HEADER: Final = struct.Struct("8sQ48s")  # magic, process id, engine name
 _SIZE: Final = 128
 _COUNTS_AT: Final = _HEADER.size
 
-STEPS, PLANS, CALLS, TOKENS, APPENDED, LAYERS = range(6)
+STEPS, PLANS, CALLS, TOKENS, APPENDED, LAYERS, REPLAYED, CAPTURED = range(8)
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,12 @@ class ProcessStats:
     pid, engine: the process and the serving engine it belongs to, as "name version".
     layers: attention layers that were built on this back end.
     steps: batches that were planned; plans: plans made for them, one for each kind of layer.
-    attention_calls: attention calls that really ran: layers x steps unless a draft model takes part.
-    tokens: query tokens of those calls; appended_tokens: tokens written to KV caches.
+    attention_calls: attention calls that Python made and that really ran.
+    tokens: query tokens of those calls and of the replayed ones.
+    appended_tokens: tokens written to KV caches by calls from Python; a replayed graph writes more.
+    replayed_calls: attention calls of planned steps that a captured CUDA graph served. captured_calls: those
+        that were recorded into a graph. Together with attention_calls layers x steps, unless a draft model
+        takes part.
     host: name of the host or container, from the file's name; "" for counts that were not read from a file.
     """
 
@@ -45,6 +49,8 @@ class ProcessStats:
     tokens: int
     appended_tokens: int
     layers: int
+    replayed_calls: int = 0
+    captured_calls: int = 0
     host: str = ""
 
 
@@ -141,6 +147,8 @@ def _parse(data: bytes, host: str) -> ProcessStats:
         tokens=counts[TOKENS],
         appended_tokens=counts[APPENDED],
         layers=counts[LAYERS],
+        replayed_calls=counts[REPLAYED],
+        captured_calls=counts[CAPTURED],
         host=host,
     )
 

@@ -8,7 +8,7 @@ Nothing is copied. Page p of request r is ``indices[row_begin[r] + p * index_ste
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -62,16 +62,31 @@ def _expect_lengths(name: str, lens: Tensor) -> None:
         raise _wrong(name, f"at most {_MAX_TOKENS} KV tokens a request", f"{int(lens[row])} in row {row}")
 
 
-@lru_cache(maxsize=64)
-def _affine(capacity: int, stride: int, offset: int, device: torch.device) -> Tensor:
-    return torch.arange(capacity, dtype=torch.int64, device=device) * stride + offset
+def _make_row_bounds(num_rows: int, stride: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    begin = torch.arange(num_rows, dtype=torch.int64, device=device) * stride
+    return begin, begin + width
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
+def _host_row_bounds(num_rows: int, stride: int, width: int) -> tuple[Tensor, Tensor]:
+    return _make_row_bounds(num_rows, stride, width, torch.device("cpu"))
+
+
+@cache  # never dropped: captured CUDA graphs hold these addresses
+def _device_row_bounds(capacity: int, stride: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "from_block_table: expected a block table of this shape to have been seen before a graph is "
+            "captured; got its first one during the capture. Run the step once before capturing it."
+        )
+    return _make_row_bounds(capacity, stride, width, device)
+
+
 def _row_bounds(num_rows: int, stride: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Starts ``i * stride`` and ends ``i * stride + width``: made once, so that a step allocates nothing."""
-    capacity = 1 << max(6, num_rows.bit_length())
-    begin, end = (_affine(capacity, stride, offset, device) for offset in (0, width))
+    if device.type == "cpu":
+        return _host_row_bounds(num_rows, stride, width)
+    begin, end = _device_row_bounds(1 << max(8, num_rows.bit_length()), stride, width, device)
     return begin[:num_rows], end[:num_rows]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from virtual import virtual_zeros
 
+from fi_backend.core import page_table
 from fi_backend.core.page_table import PageTable
 
 
@@ -248,3 +249,24 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 def test_what_is_no_table_is_refused_by_name(build: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         build()
+
+
+def test_row_bounds_on_a_device_are_kept() -> None:
+    """Captured CUDA graphs hold their addresses: any number of other tables must not displace them."""
+    tables = [
+        PageTable.from_block_table(
+            torch.zeros(3, width, dtype=torch.int32, device="meta"),
+            torch.zeros(3, dtype=torch.int32, device="meta"),
+            page_size=16,
+        )
+        for width in (7, *range(100, 1300), 7)
+    ]
+    assert tables[0].row_begin._base is tables[-1].row_begin._base
+    assert tables[0].row_end._base is tables[-1].row_end._base
+
+
+def test_row_bounds_are_not_made_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph would own them, and the first step outside it would read memory that nothing has written."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="Run the step once before capturing"):
+        page_table._device_row_bounds(64, 11, 11, torch.device("cuda", 0))

@@ -129,13 +129,49 @@ def test_refused_with_the_reason(select: Any, config: dict[str, Any], reason: st
     assert reason in str(caught.value)
 
 
-def test_cuda_is_refused_with_the_reason() -> None:
+def _reasons_on_gpu(capability: tuple[int, int] = (9, 0), **config: Any) -> list[str]:
+    """Ask as vLLM's CUDA platform does."""
     from vllm.platforms.interface import DeviceCapability
 
-    config = AttentionSelectorConfig(**SUPPORTED)._asdict()
+    selector = AttentionSelectorConfig(**{**SUPPORTED, **config})
     backend = AttentionBackendEnum["FI"].get_class()
-    reasons = backend.validate_configuration(device_capability=DeviceCapability(9, 0), **config)
-    assert any("CUDA kernels are not in this version" in reason for reason in reasons)
+    return backend.validate_configuration(
+        device_capability=DeviceCapability(*capability), **selector._asdict()
+    )
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the core is asked about; it knows the kernels and here accepts everything but float32."""
+    from fi_backend.adapters.vllm import backend
+
+    questions = []
+
+    def unsupported_reason(spec: Any, device: torch.device) -> str | None:
+        questions.append((spec, device))
+        return "dtype: no float32 here" if spec.dtype == "float32" else None
+
+    monkeypatch.setattr(backend, "unsupported_reason", unsupported_reason)
+    return questions
+
+
+def test_a_gpu_runs_what_the_core_has_kernels_for(asked: list[Any]) -> None:
+    assert _reasons_on_gpu(has_sink=True, kv_cache_dtype="fp8_e5m2", block_size=24, head_size=80) == []
+    [(spec, device)] = asked
+    assert (spec.head_dim, spec.dtype, spec.kv_dtype) == (80, "bfloat16", "float8_e5m2")
+    assert (spec.page_size, spec.sinks, device) == (24, True, torch.device("cuda"))
+    assert _reasons_on_gpu(dtype=torch.float32) == ["dtype: no float32 here"]
+
+
+def test_an_unset_block_size_and_cache_dtype_leave_the_choice_to_vllm(asked: list[Any]) -> None:
+    assert _reasons_on_gpu(kv_cache_dtype=None, block_size=None) == []
+    assert asked[0][0].kv_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_old_gpus_are_refused(asked: list[Any], capability: tuple[int, int], fits: bool) -> None:
+    reasons = _reasons_on_gpu(capability)
+    assert reasons == ([] if fits else ["compute capability 7.5 is below 8.0"])
 
 
 def test_other_back_ends_are_chosen_as_before(select: Any) -> None:

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from fi_backend.adapters.vllm import compat
-from fi_backend.adapters.vllm.translate import layer_spec, refuse_unknown_options, step_limits
+from fi_backend.adapters.vllm.translate import (
+    layer_spec,
+    refuse_micro_batches,
+    refuse_unknown_options,
+    step_limits,
+)
 from fi_backend.errors import UnsupportedError
 
 LAYER: dict[str, Any] = {
@@ -66,6 +71,12 @@ def test_layer_options_that_are_on_are_refused() -> None:
         refuse_unknown_options({"chunk_lookback": 2})
 
 
+def test_micro_batches_are_refused() -> None:
+    refuse_micro_batches(SimpleNamespace(parallel_config=SimpleNamespace(use_ubatching=False)))
+    with pytest.raises(UnsupportedError, match="enable_dbo"):
+        refuse_micro_batches(SimpleNamespace(parallel_config=SimpleNamespace(use_ubatching=True)))
+
+
 def _config(speculation: Any = None) -> Any:
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=100),
@@ -94,7 +105,6 @@ def test_limits_of_chunked_local_attention_count_chunks_as_requests() -> None:
 def _common(bounds: torch.Tensor | None, device: str = "cpu") -> Any:
     return SimpleNamespace(
         num_reqs=2,
-        max_seq_len=9,
         seq_lens=torch.tensor([5, 6, 0], dtype=torch.int32, device=device),
         seq_lens_cpu_upper_bound=bounds,
     )
@@ -110,11 +120,11 @@ def test_a_device_is_never_waited_for() -> None:
     """The tensors on the meta device would raise if they were read."""
     bounds = torch.tensor([7, 8, 0], dtype=torch.int32)
     assert compat.kv_len_bounds(_common(bounds, device="meta"), limit=100).tolist() == [7, 8]
-    assert compat.kv_len_bounds(_common(None, device="meta"), limit=100).tolist() == [9, 9]
+    assert compat.kv_len_bounds(_common(None, device="meta"), limit=100) is None, "the device plans then"
 
 
 def test_drafts_widen_the_bounds_up_to_the_limit() -> None:
     bounds = torch.tensor([7, 8, 0], dtype=torch.int32)
     assert compat.kv_len_bounds(_common(bounds, device="meta"), drafts=4, limit=11).tolist() == [11, 11]
-    assert compat.kv_len_bounds(_common(None, device="meta"), drafts=4, limit=11).tolist() == [11, 11]
+    assert compat.kv_len_bounds(_common(bounds, device="meta"), limit=7).tolist() == [7, 7]
     assert bounds.tolist() == [7, 8, 0], "vLLM's own tensor was written to"

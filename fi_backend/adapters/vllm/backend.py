@@ -9,14 +9,19 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 
 from fi_backend.core.spec import MAX_HEAD_DIM
+from fi_backend.core.support import unsupported_reason
+from fi_backend.errors import UnsupportedError
 
 from .compat import NAME, KVLayoutOf026
+from .translate import layer_spec
 
 if TYPE_CHECKING:
     from .impl import FiAttentionImpl
     from .metadata import FiMetadataBuilder
 
 BLOCK_SIZE_MULTIPLE = 8
+# The kernels copy asynchronously from global to shared memory, which older GPUs cannot.
+LEAST_CAPABILITY = (8, 0)
 
 
 class FiBackend(KVLayoutOf026, AttentionBackend):
@@ -116,10 +121,6 @@ class FiBackend(KVLayoutOf026, AttentionBackend):
     ) -> str | None:
         """Return why the configuration is refused, in words, or None; no capability stands for the CPU."""
         reasons = []
-        if device_capability is not None:
-            reasons.append(
-                "CUDA kernels are not in this version of fi_backend, it runs on vLLM's CPU platform"
-            )
         if not cls.supports_head_size(head_size):
             reasons.append(f"head size {head_size} is outside 1..{MAX_HEAD_DIM}")
         if not cls.supports_block_size(block_size):
@@ -130,4 +131,42 @@ class FiBackend(KVLayoutOf026, AttentionBackend):
             reasons.append(
                 f"KV cache dtype {kv_cache_dtype} is none of {', '.join(cls.supported_kv_cache_dtypes)}"
             )
+        if device_capability is not None and not reasons:
+            reasons += _reasons_of_gpu(
+                device_capability, head_size, dtype, kv_cache_dtype, block_size, has_sink
+            )
         return "; ".join(reasons) or None
+
+
+def _reasons_of_gpu(
+    capability: Any,
+    head_size: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: str | None,
+    block_size: int | None,
+    has_sink: bool,
+) -> list[str]:
+    """Return why a GPU cannot run the configuration, without touching one: vLLM may fork after asking."""
+    reasons = []
+    if tuple(capability)[:2] < LEAST_CAPABILITY:
+        major, minor = LEAST_CAPABILITY
+        reasons.append(f"compute capability {capability[0]}.{capability[1]} is below {major}.{minor}")
+    try:
+        spec = layer_spec(
+            num_heads=1,
+            num_kv_heads=1,
+            head_size=head_size,
+            scale=1.0,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype or "auto",
+            block_size=block_size or BLOCK_SIZE_MULTIPLE,
+            sliding_window=None,
+            logits_soft_cap=None,
+            alibi=False,
+            sinks=has_sink,
+            batch_invariant=False,
+        )
+    except UnsupportedError as error:
+        return [*reasons, str(error)]
+    reason = unsupported_reason(spec, torch.device("cuda"))
+    return [*reasons, reason] if reason else reasons

@@ -69,6 +69,17 @@ _CONTRACT: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
         "AttentionMetadataBuilder.build",
         ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
     ),
+    (
+        "vllm.v1.attention.backend",
+        "AttentionMetadataBuilder.get_cudagraph_support",
+        ("vllm_config", "kv_cache_spec"),
+    ),
+    (
+        "vllm.v1.attention.backend",
+        "AttentionMetadataBuilder.build_for_cudagraph_capture",
+        ("self", "common_attn_metadata"),
+    ),
+    ("vllm.v1.attention.backend", "AttentionCGSupport.ALWAYS", ()),
     ("vllm.v1.attention.backend", "AttentionCGSupport.NEVER", ()),
     ("vllm.v1.attention.backend", "AttentionType.DECODER", ()),
     ("vllm.v1.attention.backend", "MultipleOf", ("base",)),
@@ -217,20 +228,19 @@ def honour_choice_on_cpu() -> Callable[[], None]:
 
 
 def kv_len_bounds(common: Any, *, drafts: int = 0, limit: int) -> Any:
-    """Return upper bounds of the KV lengths, host int32 [requests], without waiting for the device.
+    """Return upper bounds of the KV lengths, host int32 [requests], or None where the host knows none.
 
-    drafts: tokens a draft model may have added to a request; vLLM (0.32) lengthens the requests of a
-    drafting step but not its host bounds, so that those alone are too small. limit: of any length.
+    The device is not waited for. drafts: tokens a draft model may have added to a request; vLLM (0.32)
+    lengthens the requests of a drafting step but not its host bounds, so that those alone are too small.
+    limit: of any length; vLLM's dummy steps exceed it.
     """
-    import torch
-
     requests = common.num_reqs
     if common.seq_lens.device.type == "cpu":
         return common.seq_lens[:requests]
     bounds = common.seq_lens_cpu_upper_bound
     if bounds is None:
-        return torch.full((requests,), min(common.max_seq_len + drafts, limit), dtype=torch.int32)
-    return (bounds[:requests] + drafts).clamp_(max=limit) if drafts else bounds[:requests]
+        return None
+    return (bounds[:requests] + drafts).clamp_(max=limit)
 
 
 class KVLayoutOf026:

@@ -12,13 +12,14 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from fi_backend.core.append import append_kv
-from fi_backend.core.counters import APPENDED, CALLS, LAYERS, TOKENS, counters
+from fi_backend.core.attention import BatchAttention
+from fi_backend.core.counters import APPENDED, LAYERS, counters
 from fi_backend.errors import UnsupportedError
 
 from . import compat
-from .metadata import FiMetadata, layer_kind
+from .metadata import FiMetadata, LayerKind, layer_kind
 from .translate import layer_spec, refuse_unknown_options, step_limits
-from .workspace import reserve
+from .workspace import placed, reserve
 
 
 class FiAttentionImpl(AttentionImpl[FiMetadata]):
@@ -48,6 +49,7 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
             raise UnsupportedError(f"attn_type: fi runs decoder attention; got {kind}.")
         refuse_unknown_options(options)
         config = get_current_vllm_config()
+        device = placed(config.device_config.device)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -55,7 +57,14 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
-        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        # What the kernels read, at an address that a captured graph may hold.
+        self._sinks = (
+            None if sinks is None else sinks.new_empty(num_heads, dtype=torch.float32, device=device)
+        )
+        self._sinks_seen: tuple[int, int] | None = None
+        self.alibi_slopes = (
+            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device=device)
+        )
         self.spec = layer_spec(
             num_heads=num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -70,11 +79,13 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
             sinks=sinks is not None,
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
-        reserve(self.spec, step_limits(config), config.device_config.device)
+        reserve(self.spec, step_limits(config), device)
         self._quantised = self.spec.kv_dtype.startswith("float8")
         self._cache_dtype = getattr(torch, self.spec.kv_dtype)
         self._cache: Tensor | None = None
         self._views: tuple[Tensor, Tensor] | None = None
+        self._planned: dict[LayerKind, BatchAttention] | None = None
+        self._attention: BatchAttention | None = None
         counters().name_engine(compat.engine())
         counters().add(LAYERS)
 
@@ -116,22 +127,37 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
             raise UnsupportedError("output_scale: fused output quantisation is not supported by fi.")
         if attn_metadata is None:
             return output.fill_(0)
-        tokens = attn_metadata.num_actual_tokens
         k_cache, v_cache = self._split(kv_cache)
-        attn_metadata.attention[layer_kind(layer)].run(
-            query[:tokens],
+        if self._attention is None or attn_metadata.attention is not self._planned:
+            self._planned = attn_metadata.attention
+            self._attention = self._planned[layer_kind(layer)]
+        # Rows of padding are not sliced off: the plan does not name them.
+        self._attention.run(
+            query,
             k_cache,
             v_cache,
-            out=output[:tokens],
+            out=output,
             alibi_slopes=self.alibi_slopes,
-            # Weights are loaded, and may be reloaded, after construction.
-            sinks=None if self.sinks is None else self.sinks.float(),
+            sinks=self._sinks,
             **self._scales(layer),
         )
-        count = counters()
-        count.add(CALLS)
-        count.add(TOKENS, tokens)
+        attn_metadata.count_call()
         return output
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Take over what the checkpoint, first or reloaded, holds for this layer."""
+        self._sinks_seen = None
+        self.refresh_sinks()
+
+    def refresh_sinks(self) -> None:
+        """Convert the sinks to float32 where they have changed; weights may be loaded anew at any time."""
+        if self.sinks is None or self._sinks is None:
+            return
+        version = 0 if self.sinks.is_inference() else self.sinks._version
+        seen = (self.sinks.data_ptr(), version)
+        if seen != self._sinks_seen:
+            self._sinks.copy_(self.sinks)
+            self._sinks_seen = seen
 
     def _split(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of the packed cache as views [blocks, block size, num_kv_heads, head size]."""

@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from fi_backend.core.attention import BatchAttention
-from fi_backend.core.counters import PLANS, STEPS, counters
+from fi_backend.core.counters import CALLS, CAPTURED, PLANS, REPLAYED, STEPS, TOKENS, counters
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.spec import AttentionSpec
 from fi_backend.errors import UnsupportedError
 
 from . import compat
-from .translate import draft_tokens, step_limits
+from .translate import draft_tokens, refuse_micro_batches, step_limits
 from .workspace import batch_attention
 
 LayerKind = tuple[AttentionSpec, int]
@@ -35,29 +35,53 @@ class FiMetadata:
     """What the layers of one KV cache group need in one step.
 
     num_actual_tokens: query tokens; rows past them are padding.
-    attention: the planned attention of each layer, by `layer_kind`; layers of one kind share one.
+    attention: the planned attention of each layer, by `layer_kind`; layers of one kind share one. The same
+        object in every step of a builder.
+    capture: the step is made for the capture of a CUDA graph.
+    replays: layers counted as replayed, because graphs exist that may serve the step.
     """
 
     num_actual_tokens: int
     attention: dict[LayerKind, BatchAttention]
+    capture: bool = False
+    replays: int = 0
+
+    def count_call(self) -> None:
+        """Count the attention call of one layer, which Python made."""
+        count = counters()
+        if self.capture and torch.cuda.is_current_stream_capturing():
+            count.add(CAPTURED)
+            return
+        if self.replays:  # no graph served the step: its layers call one by one
+            count.add(REPLAYED, -self.replays)
+            count.add(TOKENS, -self.replays * self.num_actual_tokens)
+            self.replays = 0
+        count.add(CALLS)
+        count.add(TOKENS, self.num_actual_tokens)
 
 
 class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
-    """Owns the plans of one KV cache group and makes them anew for every step."""
+    """Owns the plans of one KV cache group and makes them anew for every step.
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    A captured CUDA graph holds the addresses of vLLM's tensors, which both model runners keep in place, and
+    of the plan and the scratch memory, which live as long as the builder.
+    """
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, **_: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        refuse_micro_batches(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
         chunk = getattr(kv_cache_spec, "attention_chunk_size", None)
         self._limits = step_limits(vllm_config, attention_chunk_size=chunk)
         self._drafts = draft_tokens(vllm_config)
+        self._graphs = False
         self.block_size: int = kv_cache_spec.block_size
         # A step is planned once for each KV cache group and counted once.
         self._counts_steps = int(next(filter(_runs_here, layers.items()))[0] in layer_names)
+        self._num_layers = len(layer_names)
+        self._with_sinks = [layers[name].impl for name in layer_names if layers[name].impl.spec.sinks]
         self.attention: dict[LayerKind, BatchAttention] = {}
         for name in layer_names:
             # Windows, caps, head counts and sizes of V may differ among the layers that share a cache.
@@ -67,11 +91,17 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
                 spec = replace(declared, page_size=self.block_size, head_dim_v=head_dim_v)
                 self.attention[kind] = batch_attention(spec, self._limits, device)
 
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return ALWAYS on a GPU: one captured launch serves decoding, mixed and prefilling steps."""
+        cuda = vllm_config.device_config.device_type == "cuda"
+        return AttentionCGSupport.ALWAYS if cuda else AttentionCGSupport.NEVER
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FiMetadata:
         """Plan a step."""
-        return self._plan(common_attn_metadata, drafts=0)
+        return self._plan(common_attn_metadata)
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
@@ -79,9 +109,16 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
         """Plan a step of a draft model."""
         return self._plan(common_attn_metadata, drafts=self._drafts)
 
-    def _plan(self, common: CommonAttentionMetadata, *, drafts: int) -> FiMetadata:
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FiMetadata:
+        """Plan the dummy step that a CUDA graph is captured with; any step of its size may replay it."""
+        self._graphs = True
+        return self._plan(common_attn_metadata, capture=True)
+
+    def _plan(self, common: CommonAttentionMetadata, *, drafts: int = 0, capture: bool = False) -> FiMetadata:
         if common.causal is not True:
             raise UnsupportedError("causal: fi runs causal decoder attention alone in this version.")
+        for impl in self._with_sinks:
+            impl.refresh_sinks()
         requests = common.num_reqs
         qo_indptr_host = common.query_start_loc_cpu[: requests + 1]
         table = PageTable.from_block_table(
@@ -92,13 +129,19 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
             attention.plan(
                 common.query_start_loc[: requests + 1],
                 table,
-                qo_indptr_host=qo_indptr_host,
+                qo_indptr_host=None if kv_lens_host is None else qo_indptr_host,
                 kv_lens_host=kv_lens_host,
             )
         count = counters()
         count.add(STEPS, self._counts_steps)
         count.add(PLANS, len(self.attention))
-        return FiMetadata(int(qo_indptr_host[-1]), self.attention)
+        metadata = FiMetadata(int(qo_indptr_host[-1]), self.attention, capture)
+        if self._graphs and not capture:
+            # Python does not run inside a replayed graph. A layer that does call takes this back.
+            metadata.replays = self._num_layers
+            count.add(REPLAYED, metadata.replays)
+            count.add(TOKENS, metadata.replays * metadata.num_actual_tokens)
+        return metadata
 
 
 def _runs_here(layer: tuple[str, Any]) -> bool:

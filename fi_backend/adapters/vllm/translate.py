@@ -79,6 +79,19 @@ def refuse_unknown_options(options: Mapping[str, Any]) -> None:
         )
 
 
+def refuse_micro_batches(vllm_config: Any) -> None:
+    """Raise UnsupportedError when vLLM runs the two halves of a step at the same time.
+
+    They would share one scratch memory, and the index arrays of the second half are new tensors in every
+    step, which a captured graph cannot follow.
+    """
+    if getattr(vllm_config.parallel_config, "use_ubatching", False):
+        raise UnsupportedError(
+            "enable_dbo, ubatch_size: steps split into micro-batches are not supported by fi. Leave dual "
+            "batch overlap off, or choose another --attention-backend."
+        )
+
+
 def draft_tokens(vllm_config: Any) -> int:
     """Return how many tokens a draft model may append to a request within one step."""
     speculation = vllm_config.speculative_config

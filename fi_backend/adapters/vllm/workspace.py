@@ -20,6 +20,13 @@ _ALIGNMENT = 128
 _pool: dict[torch.device, torch.Tensor] = {}
 
 
+def placed(device: torch.device) -> torch.device:
+    """Return `device` with its index: vLLM names a GPU by its kind alone while it builds the model."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def reserve(spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
     """Allocate the scratch memory that `spec` needs and load its kernels, compiling them if need be.
 
@@ -38,6 +45,7 @@ def reserve(spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
 
 def batch_attention(spec: AttentionSpec, limits: Limits, device: torch.device) -> BatchAttention:
     """Return an attention with plans of its own that runs in the shared scratch memory of `device`."""
+    device = placed(device)
     reserve(spec, limits, device)
     return _construct(spec, limits, device, _pool[device])
 
@@ -45,8 +53,11 @@ def batch_attention(spec: AttentionSpec, limits: Limits, device: torch.device) -
 @cache
 def _prepare(spec: AttentionSpec, limits: Limits, device: torch.device) -> int:
     """Load the kernels of `spec`; return the bytes of scratch memory that it needs."""
-    prepare(spec)
-    nothing = torch.empty(0, spec.num_kv_heads, spec.head_dim, device=device)
+    if device.type == "cpu":
+        prepare(spec)  # all modules in one parallel run; the calls below would compile one after another
+    nothing = torch.empty(
+        0, spec.num_kv_heads, spec.head_dim, dtype=getattr(torch, spec.dtype), device=device
+    )
     append_kv(nothing, nothing, nothing, nothing, torch.empty(0, dtype=torch.int64, device=device))
     return _construct(spec, limits, device, None).workspace_size()
 

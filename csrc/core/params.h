@@ -7,6 +7,13 @@
 
 namespace fi {
 
+// What a kernel found wrong with data that only it can see; or-ed into the second of the plan's counters. The
+// rows concerned are NaN, and nothing outside the given memory was touched.
+enum KernelFault : int32_t {
+  kFaultPages = 1,    // a page index outside the KV cache
+  kFaultLengths = 2,  // a KV length beyond the pages of its row, or query rows outside the output
+};
+
 // Block-sparse rows over pages that stay where they are: page p of request r is
 //   indices ? indices[row_begin[r] + p * index_step] / index_divisor : row_begin[r] + p
 // A block table has step 1 and divisor 1; a table of token slots has step and divisor page_size;
@@ -19,7 +26,8 @@ struct LevelParams {
   int32_t index_step;
   int32_t index_divisor;
   int32_t page_size;
-  int64_t num_pages;  // pages in the KV cache; indices outside are refused in debug mode
+  int64_t num_pages;    // pages in the KV cache; indices outside are never followed
+  int64_t num_indices;  // entries of `indices`, or tokens of contiguous KV; rows end within
   int32_t
       last_page_size;  // tokens of the last page: fewer than page_size where contiguous KV is cut into pages
 };
@@ -40,6 +48,7 @@ struct AttentionParams {
   const int32_t* qo_indptr;  // [num_requests + 1], exact
   LevelParams level;
   int32_t num_requests;
+  int32_t num_tokens;  // rows of q and out that exist
   int32_t num_qo_heads, num_kv_heads, group;
   int32_t head_dim, head_dim_v;
 
@@ -56,6 +65,7 @@ struct AttentionParams {
   const uint8_t* custom_mask;  // packed bits, little end first, or null: bit (query token, key) of
   const int64_t* mask_begin;   // request r is bit mask_begin[r] * 8 + token * mask_kv_len[r] + key
   const int32_t* mask_kv_len;  // row length of the mask; keys past it are masked
+  int64_t mask_bytes;
 
   const uint8_t* plan;  // sections at the offsets of `layout`
   PlanLayout layout;

@@ -2,15 +2,10 @@
 // Online softmax over C fragments of m16n8: lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) + {0,
 // 1}.
 #pragma once
-#include "../ptx/mma.cuh"
+#include "choice.cuh"
 #include "traits.cuh"
 
 namespace fi::sm80 {
-
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
 
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
@@ -18,60 +13,71 @@ __device__ __forceinline__ float quad_sum(float x) {
 }
 
 // Weights are 2^(scale * s - max), the maximum being in units of log2(e) too. `scale` is positive.
-template <int kFragments>
 struct RowState {
-  float max[kFragments][2];
-  float sum[kFragments][2];  // of this lane's columns; quad_sum gives the row's
+  float max[2] = {-INFINITY, -INFINITY};
+  float sum[2] = {0.f, 0.f};  // of this lane's columns; quad_sum gives the row's
 
-  __device__ __forceinline__ RowState() {
-#pragma unroll
-    for (int f = 0; f < kFragments; ++f)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        max[f][r] = -INFINITY;
-        sum[f][r] = 0.f;
-      }
-  }
-
-  // Turns logits into weights and returns the factors by which the outputs so far shrink. All rows of the
-  // lane go through each stage together, so that shuffles and exponentials of one row hide behind another's.
+  // Turns logits into weights and returns the factors by which the outputs so far shrink. Both rows of the
+  // lane go through each stage together, so that shuffles and exponentials of one hide behind the other's.
   template <int kTiles>
-  __device__ __forceinline__ void update(float scale, float (&s)[kFragments][kTiles][4],
-                                         float (&shrink)[kFragments][2]) {
-    float top[kFragments][2];
+  __device__ __forceinline__ void update(float scale, float (&s)[kTiles][4], float (&shrink)[2]) {
+    float top[2];
 #pragma unroll
-    for (int f = 0; f < kFragments; ++f)
+    for (int r = 0; r < 2; ++r) {
+      top[r] = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        top[f][r] = fmaxf(s[f][0][2 * r], s[f][0][2 * r + 1]);
-#pragma unroll
-        for (int t = 1; t < kTiles; ++t)
-          top[f][r] = fmaxf(top[f][r], fmaxf(s[f][t][2 * r], s[f][t][2 * r + 1]));
-      }
+      for (int t = 1; t < kTiles; ++t) top[r] = fmaxf(top[r], fmaxf(s[t][2 * r], s[t][2 * r + 1]));
+    }
 #pragma unroll
     for (int step = 1; step <= 2; ++step)
 #pragma unroll
-      for (int f = 0; f < kFragments; ++f)
+      for (int r = 0; r < 2; ++r) top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], step));
 #pragma unroll
-        for (int r = 0; r < 2; ++r) top[f][r] = fmaxf(top[f][r], __shfl_xor_sync(~0u, top[f][r], step));
+    for (int r = 0; r < 2; ++r) {
+      top[r] = fmaxf(max[r], top[r] * scale);
+      const float base = top[r] == -INFINITY ? 0.f : top[r];
+      shrink[r] = ptx::exp2_approx(max[r] - base);
+      max[r] = top[r];
+      float total = 0.f;
 #pragma unroll
-    for (int f = 0; f < kFragments; ++f)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        top[f][r] = fmaxf(max[f][r], top[f][r] * scale);
-        const float base = top[f][r] == -INFINITY ? 0.f : top[f][r];
-        shrink[f][r] = ptx::exp2_approx(max[f][r] - base);
-        max[f][r] = top[f][r];
-        float total = 0.f;
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          s[f][t][2 * r] = ptx::exp2_approx(fmaf(s[f][t][2 * r], scale, -base));
-          s[f][t][2 * r + 1] = ptx::exp2_approx(fmaf(s[f][t][2 * r + 1], scale, -base));
-          total += s[f][t][2 * r] + s[f][t][2 * r + 1];
-        }
-        sum[f][r] = sum[f][r] * shrink[f][r] + total;
+      for (int t = 0; t < kTiles; ++t) {
+        s[t][2 * r] = ptx::exp2_approx(fmaf(s[t][2 * r], scale, -base));
+        s[t][2 * r + 1] = ptx::exp2_approx(fmaf(s[t][2 * r + 1], scale, -base));
+        total += s[t][2 * r] + s[t][2 * r + 1];
       }
+      sum[r] = fmaf(sum[r], shrink[r], total);
+    }
+  }
+
+  // Natural log of the row's denominator, and the factor that normalises the row's output.
+  __device__ __forceinline__ void finish(int r, float& lse, float& inverse) const {
+    const float row_sum = quad_sum(sum[r]);
+    lse = row_sum > 0.f ? max[r] * kLn2 + logf(row_sum) : -INFINITY;
+    inverse = row_sum > 0.f ? 1.f / row_sum : 0.f;
+    if (row_sum != row_sum) lse = inverse = row_sum;
   }
 };
+
+// How two states (o, lse) join: o = a * factor_a + b * factor_b. -inf is the neutral element. The factors
+// sum to one, so a chain of joins may be cut anywhere without changing a bit.
+__device__ __forceinline__ void join(float lse_a, float lse_b, float& factor_a, float& factor_b, float& lse) {
+  if (lse_b == -INFINITY) {
+    factor_a = 1.f, factor_b = 0.f, lse = lse_a;
+  } else if (lse_a == -INFINITY) {
+    factor_a = 0.f, factor_b = 1.f, lse = lse_b;
+  } else {
+    const float top = fmaxf(lse_a, lse_b);
+    const float a = ptx::exp2_approx((lse_a - top) * kLog2e), b = ptx::exp2_approx((lse_b - top) * kLog2e);
+    const float inverse = 1.f / (a + b);
+    factor_a = a * inverse;
+    factor_b = b * inverse;
+    lse = top + logf(a + b);
+    if (lse_a != lse_a || lse_b != lse_b) factor_a = factor_b = lse = lse_a + lse_b;
+  }
+}
+
+__device__ __forceinline__ float joined(float a, float factor_a, float b, float factor_b) {
+  return fmaf(a, factor_a, __fmul_rn(b, factor_b));
+}
 
 }  // namespace fi::sm80

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fi_backend import env
 from fi_backend.core import kernels, ops
 from fi_backend.core.block_sparse import BlockSparse
 from fi_backend.core.custom_mask import PackedMask, pack_mask
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.plan import Plan
+from fi_backend.core.plan_buffer import PlanBuffer
 from fi_backend.core.planner import CostModel, Limits, Planner
 from fi_backend.core.spec import AttentionSpec
-from fi_backend.core.support import unsupported_reason
+from fi_backend.core.support import default_workers, query_tiles, resolve, unsupported_reason
 from fi_backend.errors import PlanError, UnsupportedError
 
 _Scale = float | Tensor
@@ -33,8 +35,8 @@ class BatchAttention:
 
     spec: what is fixed for the layer. max_requests, max_tokens: of one step (query tokens of all requests
     together). max_kv_len: KV tokens of one request. device: where q and the caches live. num_ctas: workers to
-    balance over (default: torch's intra-op threads). planned_queues: run the queues of the paper's
-    Algorithm 1 instead of drawing items by ticket. workspace: uint8, at least workspace_size() bytes,
+    balance over (default: torch's intra-op threads, or one a multiprocessor). planned_queues: run the queues
+    of the paper's Algorithm 1 instead of drawing items by ticket. workspace: uint8, at least workspace_size() bytes,
     contents arbitrary; layers that run one after another may share it (default: an own one).
 
     All memory is allocated here; plan() and run() allocate nothing but the output when none is given.
@@ -59,21 +61,22 @@ class BatchAttention:
         if max_kv_len > _MAX_KV_LEN:
             raise ValueError(f"max_kv_len: expected at most {_MAX_KV_LEN}; got {max_kv_len}.")
         self.spec = spec
-        self.device = torch.device(device)
+        self.device = resolve(device)
+        self.num_ctas = default_workers(self.device) if num_ctas is None else num_ctas
         self.planner = Planner(
             spec,
             Limits(max_requests, max_tokens, max_kv_len),
-            num_ctas=torch.get_num_threads() if num_ctas is None else num_ctas,
+            num_ctas=self.num_ctas,
             costs=costs or CostModel.for_device(self.device),
             planned_queues=planned_queues,
+            tiles=query_tiles(spec, self.device),
         )
-        self._kernel = kernels.attention_key(spec)
+        self._kernel = kernels.attention_key(spec, self.device)
         self._capacity = torch.tensor(self.planner.capacity, dtype=torch.int64)
-        self._plan_buffer = torch.zeros(self.planner.layout.total, dtype=torch.uint8)
+        self._plan_buffer = PlanBuffer(self.planner.layout.total, self.device)
         self._workspace = self._take_workspace(workspace)
-        view = self._plan_buffer.numpy()
-        view.flags.writeable = False
-        self._plan = Plan(view, self.planner.layout)
+        # Made now, so that no capture has to allocate it.
+        ops.scale_tensor("k_scale", 1.0, self.device)
         self._qo_indptr: Tensor | None = None
         self._table: PageTable | None = None
         self._mask: PackedMask | None = None
@@ -90,16 +93,21 @@ class BatchAttention:
         qo_indptr_host: Tensor | None = None,
         kv_lens_host: Tensor | None = None,
         custom_mask: Tensor | Sequence[Tensor] | None = None,
-    ) -> Plan:
+    ) -> Plan | None:
         """Balance one step; every layer of the step then calls run().
 
         qo_indptr: int32 [requests + 1], first query token of each request. page_table: where the KV of the
-        same requests lies. qo_indptr_host, kv_lens_host: host int32 copies (default: the tensors
-        themselves on a CPU); kv_lens_host may be an upper bound, since run() reads the exact lengths.
+        same requests lies. qo_indptr_host, kv_lens_host: host int32 copies; kv_lens_host may be an upper
+        bound, since run() reads the exact lengths. Without them the tensors themselves are read: on CUDA
+        by the device planner, on the current stream, which may be capturing a graph.
         custom_mask: bool, see custom_mask.pack_mask; needs a spec with custom_mask=True and exact lengths.
 
-        Returns a view of the plan, valid until the next call. Raises PlanError (a ValueError) naming the
-        argument when an input breaks a limit; the previous plan then stays.
+        Nothing here waits for the device. On CUDA, run() reads qo_indptr, the page table and the plan from
+        where they lie now: a captured graph serves later steps if those tensors are filled anew in place.
+
+        Returns a view of the plan, valid until the next call; None when the device made it. Raises
+        PlanError (a ValueError) naming the argument when an input breaks a limit; the previous plan then
+        stays.
         """
         if isinstance(page_table, BlockSparse):
             if self.spec.causal or self.spec.window_left >= 0:
@@ -109,17 +117,33 @@ class BatchAttention:
                 )
             page_table = page_table.to_page_table()
         self._check_table(qo_indptr, page_table)
-        q_host = qo_indptr if qo_indptr_host is None else qo_indptr_host
-        kv_host = page_table.kv_lens if kv_lens_host is None else kv_lens_host
-        _expect_tensor("qo_indptr_host", q_host)
-        _expect_tensor("kv_lens_host", kv_host)
-        mask = self._pack(custom_mask, q_host, kv_host)
+        on_device = self.device.type == "cuda" and qo_indptr_host is None and kv_lens_host is None
+        if on_device:
+            mask = self._pack(custom_mask, None, None)
+            self.planner.plan_on_device(qo_indptr, page_table.kv_lens, self._plan_buffer.tensor)
+            plan = None
+        else:
+            q_host = qo_indptr if qo_indptr_host is None else qo_indptr_host
+            kv_host = page_table.kv_lens if kv_lens_host is None else kv_lens_host
+            for name, tensor in (("qo_indptr_host", q_host), ("kv_lens_host", kv_host)):
+                _expect_tensor(name, tensor)
+                if tensor.device.type != "cpu":
+                    raise PlanError(f"{name}: expected a host tensor, given with the other one; got none.")
+            mask = self._pack(custom_mask, q_host, kv_host)
+            plan = self._plan_on_host(q_host, kv_host)
+        self._qo_indptr, self._table, self._mask = qo_indptr, page_table, mask
+        return plan
+
+    def _plan_on_host(self, qo_indptr: Tensor, kv_lens: Tensor) -> Plan:
+        host = self._plan_buffer.host()
         try:
-            self.planner.plan(q_host, kv_host, self._plan_buffer)
+            self.planner.plan(qo_indptr, kv_lens, host)
         except ValueError as error:
             raise PlanError(str(error)) from None
-        self._qo_indptr, self._table, self._mask = qo_indptr, page_table, mask
-        return self._plan
+        self._plan_buffer.upload()
+        view = host.numpy()
+        view.flags.writeable = False
+        return Plan(view, self.planner.layout)
 
     def run(
         self,
@@ -165,7 +189,7 @@ class BatchAttention:
             self._qo_indptr,
             self._table,
             self._mask,
-            self._plan_buffer,
+            self._plan_buffer.tensor,
             self._capacity,
             self._workspace,
             ops.scale_tensor("k_scale", k_scale, self.device),
@@ -174,7 +198,10 @@ class BatchAttention:
             sinks,
             out,
             lse,
+            self.num_ctas,
         )
+        if self.device.type == "cuda" and env.debug():
+            self._plan_buffer.raise_faults(self.planner.layout)
         return out
 
     def _check_shapes(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -240,9 +267,13 @@ class BatchAttention:
                 raise PlanError(f"{name}: expected device {self.device}; got {tensor.device}.")
 
     def _pack(
-        self, mask: Tensor | Sequence[Tensor] | None, qo_indptr: Tensor, kv_lens: Tensor
+        self, mask: Tensor | Sequence[Tensor] | None, qo_indptr: Tensor | None, kv_lens: Tensor | None
     ) -> PackedMask | None:
         if (mask is not None) != self.spec.custom_mask:
             expected = "a mask" if self.spec.custom_mask else "None"
             raise PlanError(f"custom_mask: expected {expected}, as spec.custom_mask says; got the opposite.")
-        return None if mask is None else pack_mask(mask, qo_indptr.diff(), kv_lens)
+        if mask is None:
+            return None
+        if qo_indptr is None or kv_lens is None:
+            raise PlanError("qo_indptr_host, kv_lens_host: expected both with a custom mask; got None.")
+        return pack_mask(mask, qo_indptr.diff(), kv_lens, self.device)

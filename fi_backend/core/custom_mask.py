@@ -23,12 +23,18 @@ class PackedMask:
     kv_len: Tensor
 
 
-def pack_mask(mask: Tensor | Sequence[Tensor], q_lens: Tensor, kv_lens: Tensor) -> PackedMask:
+def pack_mask(
+    mask: Tensor | Sequence[Tensor],
+    q_lens: Tensor,
+    kv_lens: Tensor,
+    device: torch.device | str = "cpu",
+) -> PackedMask:
     """Pack a custom mask.
 
     mask: bool; either one [q_len, kv_len] matrix a request, or all of them flattened row by row into one
         vector of sum(q_len * kv_len) elements. True keeps the key.
-    q_lens, kv_lens: host int32 [requests], exact and not negative. Raises TypeError or ValueError naming the
+    q_lens, kv_lens: host int32 [requests], exact and not negative. device: where the packed mask goes;
+    copying a mask from there to the host waits for it. Raises TypeError or ValueError naming the
     request whose mask does not fit.
     """
     if q_lens.shape != kv_lens.shape:
@@ -63,4 +69,5 @@ def pack_mask(mask: Tensor | Sequence[Tensor], q_lens: Tensor, kv_lens: Tensor) 
     begin = np.zeros(len(packed), dtype=np.int64)
     begin[1:] = np.cumsum([p.size for p in packed[:-1]])
     bits = np.concatenate(packed) if packed else np.zeros(0, dtype=np.uint8)
-    return PackedMask(torch.from_numpy(bits), torch.from_numpy(begin), kv_lens.clone())
+    parts = (torch.from_numpy(bits), torch.from_numpy(begin), kv_lens.clone())
+    return PackedMask(*(part.to(device) for part in parts))

@@ -7,7 +7,6 @@ operator ``fi_backend::attention`` (a dispatcher call costs about 3 us, the dire
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,8 +15,10 @@ from torch import Tensor
 from fi_backend import env
 from fi_backend.core import jit, ops
 from fi_backend.core.custom_mask import PackedMask
+from fi_backend.core.jit.arch import cuda_arch
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.support import query_tiles
 
 OPS_MODULE = jit.ModuleSpec(name="cpu_ops", sources=("cpu/append.cc", "cpu/merge.cc", "bind/cpu_ops.cc"))
 
@@ -26,30 +27,59 @@ _SCHEMA = (
     "Tensor row_begin, Tensor row_end, Tensor kv_lens, int index_step, int index_divisor, int page_size, "
     "int num_pages, Tensor(a!) plan, Tensor capacity, Tensor(b!) workspace, float scale, Tensor k_scale, "
     "Tensor v_scale, bool causal, int window_left, float soft_cap, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? mask, Tensor? mask_begin, Tensor? mask_kv_len, Tensor(c!) out, "
+    "Tensor? mask, Tensor? mask_begin, Tensor? mask_kv_len, int num_ctas, Tensor(c!) out, "
     "Tensor(d!)? lse) -> ()"
 )
 
 
-def attention_module(dtype: str, kv_dtype: str) -> jit.ModuleSpec:
-    """The CPU module that serves queries of `dtype` over a cache of `kv_dtype`."""
+def attention_module(spec: AttentionSpec, device: str | torch.device = "cpu") -> jit.ModuleSpec:
+    """The module that runs `spec` on `device`; on CUDA one for each (spec, variant, architecture)."""
+    if torch.device(device).type == "cuda":
+        return cuda_attention_module(spec, cuda_arch(device))
     return jit.ModuleSpec(
-        name=f"cpu_attention_{dtype}_{kv_dtype}",
+        name=f"cpu_attention_{spec.dtype}_{spec.kv_dtype}",
         sources=("cpu/attention.cc", "cpu/attention_check.cc", "bind/cpu_attention.cc"),
-        defines=(("FI_Q_DTYPE", dtype), ("FI_KV_DTYPE", kv_dtype)),
+        defines=(("FI_Q_DTYPE", spec.dtype), ("FI_KV_DTYPE", spec.kv_dtype)),
     )
 
 
-@cache
-def _native(kernel: str) -> Any:
-    dtype, kv_dtype = kernel.split("/")
-    return jit.load(attention_module(dtype, kv_dtype)).run
+def attention_modules(spec: AttentionSpec, device: str | torch.device = "cpu") -> list[jit.ModuleSpec]:
+    """All modules that attention of `spec` on `device` loads."""
+    return [attention_module(spec, device)]
 
 
-def attention_key(spec: AttentionSpec) -> str:
+def cuda_attention_module(spec: AttentionSpec, arch: str) -> jit.ModuleSpec:
+    """The CUDA module that runs `spec` on the target `arch`, such as "sm_90a"."""
+    transform = spec.alibi or spec.logits_soft_cap > 0
+    parts = [spec.dtype, spec.kv_dtype, f"{spec.head_dim}x{spec.head_dim_v}"]
+    parts += ["transform"] * transform + ["mask"] * spec.custom_mask + ["invariant"] * spec.batch_invariant
+    return jit.ModuleSpec(
+        name="_".join(("cuda_attention", *parts)),
+        sources=("sm80/attention.cu", "bind/cuda_attention.cc"),
+        defines=(
+            ("FI_Q_DTYPE", spec.dtype),
+            ("FI_KV_DTYPE", spec.kv_dtype),
+            ("FI_HEAD_DIM", str(spec.head_dim)),
+            ("FI_HEAD_DIM_V", str(spec.head_dim_v)),
+            ("FI_MAX_ROWS", str(query_tiles(spec, "cuda")[1])),
+            ("FI_INVARIANT", str(int(spec.batch_invariant))),
+            ("FI_LOGITS_TRANSFORM", str(int(transform))),
+            ("FI_LOGITS_MASK", str(int(spec.custom_mask))),
+        ),
+        arch=arch,
+    )
+
+
+# Operators carry strings only: under torch.compile a kernel is known by this name.
+_kernels: dict[str, Any] = {}
+
+
+def attention_key(spec: AttentionSpec, device: torch.device) -> str:
     """Build or load the module for `spec` and return the name that run_attention() knows it by."""
-    key = f"{spec.dtype}/{spec.kv_dtype}"
-    _native(key)
+    module = attention_module(spec, device)
+    key = f"{module.name}@{module.arch}"
+    if key not in _kernels:
+        _kernels[key] = jit.load(module).run
     return key
 
 
@@ -71,8 +101,9 @@ def run_attention(
     sinks: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
+    num_ctas: int,
 ) -> None:
-    """Run a planned step; arguments as in BatchAttention.run() and .plan().
+    """Run a planned step; arguments as in BatchAttention.run() and .plan(); num_ctas: the grid on CUDA.
 
     Raises ValueError or TypeError naming the argument before anything is written.
     """
@@ -104,6 +135,7 @@ def run_attention(
         None if mask is None else mask.bits,
         None if mask is None else mask.begin,
         None if mask is None else mask.kv_len,
+        num_ctas,
         out,
         lse,
     )
@@ -114,21 +146,29 @@ def run_attention(
 
 
 _PARAMETERS = [part.split() for part in _SCHEMA[: _SCHEMA.index(") -> ")].split(", ")]
+_PLAN = [name for _, name in _PARAMETERS[1:]].index("plan")
 
 
 def _attention(kernel: str, *arguments: Any) -> None:
-    *inputs, out, lse = arguments
+    *inputs, num_ctas, out, lse = arguments
+    device = inputs[_PLAN].device  # ours, unlike the other tensors
     try:
-        _native(kernel)(*inputs, env.debug(), torch.get_num_threads(), out, lse)
+        if device.type == "cuda":
+            _kernels[kernel](*inputs, num_ctas, out, lse)
+        else:
+            _kernels[kernel](*inputs, env.debug(), torch.get_num_threads(), out, lse)
     except (RuntimeError, TypeError) as error:
         # What the conversion to DLPack refuses, the native checks cannot name.
         for (kind, name), value in zip(_PARAMETERS, (kernel, *arguments), strict=True):
-            if isinstance(value, Tensor) and value.device.type != "cpu":
-                raise ValueError(
-                    f"{name}: expected host memory; got device {value.device}. Move it with .cpu()."
-                ) from error
-            if kind.startswith("Tensor") and not isinstance(value, (Tensor, type(None))):
+            if not kind.startswith("Tensor"):
+                continue
+            if not isinstance(value, (Tensor, type(None))):
                 raise TypeError(f"{name}: expected a torch tensor; got {type(value).__name__}.") from error
+            if isinstance(value, Tensor) and name != "capacity" and value.device != device:
+                place = "host memory" if device.type == "cpu" else str(device)
+                raise ValueError(
+                    f"{name}: expected a tensor in {place}; got one in {value.device}. Move it with .to()."
+                ) from error
         raise
 
 

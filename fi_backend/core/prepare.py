@@ -12,5 +12,5 @@ def prepare(*specs: AttentionSpec) -> None:
 
     Returns at once when they are in the cache. Raises BuildError.
     """
-    attention = {kernels.attention_module(spec.dtype, spec.kv_dtype): None for spec in specs}
+    attention = {kernels.attention_module(spec): None for spec in specs}
     jit.build_all([*attention, kernels.OPS_MODULE, planner.MODULE])

@@ -5,17 +5,58 @@ from __future__ import annotations
 
 import torch
 
-from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.spec import FP8_DTYPES, AttentionSpec
 
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda")
+CUDA_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128))
+CUDA_DTYPES = ("float16", "bfloat16")
 
 
-def unsupported_reason(
-    spec: AttentionSpec,  # noqa: ARG001 - the CPU kernels take every spec
-    device: str | torch.device,
-) -> str | None:
+def unsupported_reason(spec: AttentionSpec, device: str | torch.device) -> str | None:
     """Return why `spec` cannot run on `device`, or None when it can. Compiles and launches nothing."""
     kind = torch.device(device).type
     if kind not in DEVICES:
         return f"device: this version has kernels for {', '.join(DEVICES)}; got {kind!r}."
+    return _cuda_reason(spec) if kind == "cuda" else None
+
+
+def query_tiles(spec: AttentionSpec, device: str | torch.device) -> tuple[int, int]:
+    """Return the least and the greatest query tile that the kernels of `device` have for `spec`."""
+    if torch.device(device).type == "cpu":
+        return 1, 128
+    # Taller tiles of these would spill registers (docs/design/sm80.md).
+    wide = max(spec.head_dim, spec.head_dim_v) > 128 or spec.batch_invariant
+    return 16, 64 if wide else 128
+
+
+def resolve(device: str | torch.device) -> torch.device:
+    """Return `device` with its index: the current one of CUDA where none is named."""
+    named = torch.device(device)
+    if named.type == "cuda" and named.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return named
+
+
+def default_workers(device: torch.device) -> int:
+    """Return how many workers share a launch: torch's intra-op threads, or one CTA a multiprocessor."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return torch.get_num_threads()
+
+
+def _cuda_reason(spec: AttentionSpec) -> str | None:
+    if spec.dtype not in CUDA_DTYPES:
+        return f"dtype: on CUDA expected {' or '.join(CUDA_DTYPES)}; got {spec.dtype}."
+    if spec.kv_dtype != spec.dtype and spec.kv_dtype not in FP8_DTYPES:
+        return (
+            f"kv_dtype: on CUDA expected the dtype of the queries or {', '.join(FP8_DTYPES)}; "
+            f"got {spec.kv_dtype} for {spec.dtype} queries."
+        )
+    if (spec.head_dim, spec.head_dim_v) not in CUDA_HEAD_DIMS:
+        dims = ", ".join(str(k) if k == v else f"({k}, {v})" for k, v in CUDA_HEAD_DIMS)
+        return (
+            f"head_dim, head_dim_v: on CUDA expected one of {dims}; got {spec.head_dim}, {spec.head_dim_v}."
+        )
+    if spec.group_size > 64:
+        return f"num_qo_heads: on CUDA expected at most 64 for each KV head; got {spec.group_size}."
     return None

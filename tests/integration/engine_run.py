@@ -170,7 +170,7 @@ def _shorten_items() -> AbstractContextManager[Any]:
     def damaged(self: BatchAttention, *args: Any, **kwargs: Any) -> Any:
         plan = original(self, *args, **kwargs)
         start = plan.layout.items
-        items = self._plan_buffer.numpy()[start : start + plan.items.nbytes].view(WORK_ITEM)
+        items = self._plan_buffer.tensor.numpy()[start : start + plan.items.nbytes].view(WORK_ITEM)
         last: dict[tuple[int, int], int] = {}
         for item in items:
             tile = int(item["request"]), int(item["q_begin"])
@@ -178,6 +178,7 @@ def _shorten_items() -> AbstractContextManager[Any]:
         for item in items:
             seen = last[int(item["request"]), int(item["q_begin"])] - 16
             item["kv_end"] = max(item["kv_begin"], min(item["kv_end"], seen))
+            item["flags"] &= 1  # the last chunk would find the true end again
         return plan
 
     return patch.object(BatchAttention, "plan", damaged)

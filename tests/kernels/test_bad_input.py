@@ -51,7 +51,11 @@ class Step:
         outputs = [
             self.arguments[name] for name in ("out", "lse") if isinstance(self.arguments[name], Tensor)
         ]
-        return [*(t for t in outputs if t.device.type == "cpu"), self.attn._plan_buffer, self.attn._workspace]
+        return [
+            *(t for t in outputs if t.device.type == "cpu"),
+            self.attn._plan_buffer.tensor,
+            self.attn._workspace,
+        ]
 
     def expect_refusal(self, kind: type[Exception], message: str) -> None:
         self.attn._workspace.fill_(0x3C)

@@ -47,10 +47,10 @@ def test_a_plan_that_fails_leaves_the_one_before(change: Any, kind: type[Excepti
     step = Step()
     step.attn.run(**step.arguments)
     first = step.arguments["out"].clone()
-    before = step.attn._plan_buffer.clone()
+    before = step.attn._plan_buffer.tensor.clone()
     with pytest.raises(kind, match=message):
         step.attn.plan(**{"qo_indptr": STARTS, "page_table": TABLE} | change)
-    assert_bitwise_equal("plan", step.attn._plan_buffer, before)
+    assert_bitwise_equal("plan", step.attn._plan_buffer.tensor, before)
     step.attn.run(**step.arguments)
     assert_bitwise_equal("out", step.arguments["out"], first)
 
@@ -77,10 +77,10 @@ GOOD_MASKS = [torch.ones(1, 90, dtype=torch.bool), torch.ones(4, 20, dtype=torch
 def test_masks_that_do_not_fit_the_batch(mask: Any, kind: type[Exception], message: str) -> None:
     attn = BatchAttention(MASK_SPEC, max_requests=4, max_tokens=16, max_kv_len=100)
     attn.plan(STARTS, TABLE, custom_mask=GOOD_MASKS)
-    before = attn._plan_buffer.clone()
+    before = attn._plan_buffer.tensor.clone()
     with pytest.raises(kind, match=message):
         attn.plan(STARTS, TABLE, custom_mask=mask)
-    assert_bitwise_equal("plan", attn._plan_buffer, before)
+    assert_bitwise_equal("plan", attn._plan_buffer.tensor, before)
 
 
 def test_construction_names_what_it_cannot_do() -> None:

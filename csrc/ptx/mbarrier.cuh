@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// PTX ISA, "Parallel Synchronization and Communication Instructions": mbarrier and named barriers.
+#pragma once
+#include <cstdint>
+
+namespace fi::ptx {
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
+}
+
+// Arrives once all cp.async of this thread so far have landed; counts as one of the barrier's arrivals.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits for the phase of this parity to complete.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n .reg .pred done;\n"
+      "waiting:\n"
+      " mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      " @done bra finished;\n bra waiting;\n"
+      "finished:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#else
+  asm volatile(
+      "{\n .reg .pred done;\n"
+      "waiting:\n"
+      " mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+      " @done bra finished;\n bra waiting;\n"
+      "finished:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+// Barrier `id` (1 .. 15) among `threads` threads, whole warps.
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+}  // namespace fi::ptx

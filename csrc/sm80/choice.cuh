@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// The variant that this module was compiled for, and the mathematics its functors are given.
+#pragma once
+#include "../core/variant.h"
+#include "../ptx/mma.cuh"
+
+#if !defined(FI_VARIANT)
+#define FI_VARIANT StandardVariant
+#endif
+#if !defined(FI_LOGITS_TRANSFORM)
+#define FI_LOGITS_TRANSFORM 0
+#endif
+#if !defined(FI_LOGITS_MASK)
+#define FI_LOGITS_MASK 0
+#endif
+
+namespace fi::sm80 {
+
+using Variant = FI_VARIANT;
+inline constexpr bool kTransform = FI_LOGITS_TRANSFORM;
+inline constexpr bool kMask = FI_LOGITS_MASK;
+
+inline constexpr float kLog2e = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+struct DeviceMath {
+  // 1 - 2 / (e^2x + 1): within a few units in the last place of 1, which tanh.approx (2^-11) is not.
+  __device__ __forceinline__ static float tanh(float x) {
+    return 1.f - __fdividef(2.f, ptx::exp2_approx(x * (2.f * kLog2e)) + 1.f);
+  }
+  __device__ __forceinline__ static float to_float(int32_t x) { return float(x); }
+};
+
+}  // namespace fi::sm80

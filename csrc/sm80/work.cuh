@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// A work item with the exact lengths of this launch, and the shared memory through which the warps agree.
+#pragma once
+#include "../core/params.h"
+#include "../ptx/cp_async.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "choice.cuh"
+#include "launch.h"
+#include "traits.cuh"
+
+namespace fi::sm80 {
+
+struct Work {
+  int32_t ticket;  // -1: no more work
+  int32_t request, kv_head;
+  int32_t tile_log2;
+  int32_t token_begin;       // first query token of the request
+  int32_t q_begin, q_rows;   // packed rows; as many as exist
+  int32_t first_pos;         // position of query token 0 of the request
+  int32_t kv_begin, kv_end;  // a multiple of the KV tile, and the exact end
+  int32_t lo;                // first key that any row of the tile may see
+  int32_t first, last;       // positions of the first and last row
+  int32_t partial, unit, num_items;
+  int32_t planned_rows;  // rows of one partial state, and where the item's states end
+  int32_t partial_end;
+  int32_t folds;   // one state for all grid chunks (batch-invariant mode)
+  int32_t faults;  // KernelFault: the rows become NaN
+  int64_t row_begin;
+
+  __device__ __forceinline__ int tiles() const {
+    return q_rows > 0 && kv_end > kv_begin ? (kv_end - kv_begin + kKvTile - 1) / kKvTile : 0;
+  }
+};
+
+struct Control {
+  uint64_t full[kMaxStages], empty[kMaxStages];
+  uint64_t slot_full[kSlots], slot_empty[kSlots];
+  uint64_t draw;  // the producers are nearly through with their item
+  int32_t arrived;
+  Work slots[kSlots];
+};
+
+template <int kRows>
+struct Rows {
+  static constexpr int value = kRows;
+};
+
+// Walks round a ring of barriers: a position and the parity of its current phase.
+template <int kSize>
+struct Ring {
+  int at = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++at == kSize) {
+      at = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// What is left of an item once the exact lengths are known. Lengths may differ from the planned ones: the
+// first chunk reaches down to the true start of the window, the last one up to the true end.
+__device__ __forceinline__ Work exact_work(const AttentionParams& p, const LaunchConstants& c, int ticket,
+                                           bool invariant) {
+  Work w;
+  const int index = c.num_kv_heads.divide(ticket);
+  const WorkItem item = reinterpret_cast<const WorkItem*>(p.plan + p.layout.items)[index];
+  const LevelParams& level = p.level;
+  w.ticket = ticket;
+  w.request = item.request;
+  w.kv_head = ticket - index * p.num_kv_heads;
+  w.tile_log2 = item.tile_log2;
+  w.partial = item.partial;
+  w.unit = item.unit;
+  w.planned_rows = item.q_rows;
+  w.folds = item.partial < 0 || (item.flags & kFirstChunk);
+  w.faults = 0;
+  w.token_begin = p.qo_indptr[item.request];
+  const int q_len = p.qo_indptr[item.request + 1] - w.token_begin;
+  const int64_t row_begin = level.row_begin[item.request], row_end = level.row_end[item.request];
+  int kv_len = level.kv_lens[item.request];
+  w.row_begin = row_begin;
+  w.num_items = 0;
+  if (item.unit >= 0)
+    w.num_items = reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units)[item.unit].num_items;
+
+  const int64_t pages = (row_end - row_begin + level.index_step - 1) / level.index_step;
+  if (kv_len < 0 || row_begin < 0 || row_end > level.num_indices || kv_len > pages * level.page_size ||
+      w.token_begin < 0 || q_len < 0 || w.token_begin + q_len > p.num_tokens) {
+    w.faults = kFaultLengths;
+    kv_len = 0;
+  }
+  if constexpr (kMask) {
+    const int64_t bits = int64_t(q_len) * p.mask_kv_len[item.request], begin = p.mask_begin[item.request];
+    if (bits < 0 || begin < 0 || begin + (bits + 7) / 8 > p.mask_bytes) {
+      w.faults = kFaultLengths;
+      kv_len = 0;
+    }
+  }
+  w.q_begin = item.q_begin;
+  // Tokens outside of the output must not be written, whatever qo_indptr says.
+  const int rows = w.token_begin < 0 ? 0 : min(q_len, p.num_tokens - w.token_begin) * p.group;
+  w.q_rows = min(int(item.q_rows), rows - item.q_begin);
+  w.first_pos = kv_len - q_len;
+  w.first = w.first_pos + c.group.divide(item.q_begin);
+  w.last = w.first_pos + c.group.divide(item.q_begin + max(w.q_rows, 1) - 1);
+  const KeyRange first = Variant::visible_keys(p, w.first, kv_len);
+  const int true_end = max(Variant::visible_keys(p, w.last, kv_len).end, 0);
+  w.lo = first.begin;
+  w.kv_begin = item.kv_begin;
+  if (item.flags & kFirstChunk) w.kv_begin = min(w.kv_begin, w.lo / kKvTile * kKvTile);
+  w.kv_end = min(item.kv_end, true_end);
+  w.partial_end = item.partial + item.q_rows;
+  if (invariant && !w.folds) {
+    const int grid = reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header)->invariant_grid;
+    w.partial_end = item.partial + (item.kv_end - item.kv_begin + grid - 1) / grid * item.q_rows;
+  }
+  if (item.flags & kLastChunk) {
+    // A later chunk of the invariant mode has as many partial states as were planned.
+    if (invariant && !w.folds) {
+      const int grid = reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header)->invariant_grid;
+      const int limit = item.kv_begin + (item.kv_end - item.kv_begin + grid - 1) / grid * grid;
+      w.kv_end = min(true_end, limit);
+      if (true_end > limit) w.faults |= kFaultLengths;
+    } else {
+      w.kv_end = true_end;
+    }
+  }
+  return w;
+}
+
+}  // namespace fi::sm80

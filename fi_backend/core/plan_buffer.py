@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a plan is written and from where kernels read it: one buffer on a CPU, a pinned ring on CUDA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fi_backend.core.plan import PlanLayout
+
+_SLOTS = 4
+_FAULTS_WORD = 4  # bytes into the counters
+_PLANNER_BITS = ~0xFF
+# KernelFault of csrc/core/params.h, and what the device planner sets.
+_FAULTS = {
+    1: "page table: expected page ids inside the KV cache; got others. The rows concerned are NaN",
+    2: (
+        "kv_lens, qo_indptr: expected lengths within the rows of the page table and the tokens of q, and in "
+        "batch-invariant mode within the planned ones; got others. The rows concerned are NaN"
+    ),
+    _PLANNER_BITS: "qo_indptr, kv_lens: expected lengths within the limits; got others, and planned nothing",
+}
+
+
+class PlanBuffer:
+    """The plan buffer of one BatchAttention; `tensor` (uint8, on the device) never moves.
+
+    size: bytes. On CUDA the host writes slots of pinned memory in turn and copies them to `tensor`
+    asynchronously on the current stream. A slot is written again once its copy is through, which an event
+    tells, so that any number of plans may be in flight.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._slots = [self.tensor]
+        self._events: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self._slots = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(_SLOTS)]
+            with torch.cuda.device(device):
+                self._events = [torch.cuda.Event() for _ in range(_SLOTS)]
+        self._next = 0
+
+    def host(self) -> Tensor:
+        """Return the host memory for the next plan, uint8 [size]; waits if all slots are being copied."""
+        if self._events:
+            self._events[self._next].synchronize()
+        return self._slots[self._next]
+
+    def upload(self) -> None:
+        """Make what host() returned the plan of all later launches on the current stream."""
+        if not self._events:
+            return
+        self.tensor.copy_(self._slots[self._next], non_blocking=True)
+        self._events[self._next].record(torch.cuda.current_stream(self.tensor.device))
+        self._next = (self._next + 1) % len(self._slots)
+
+    def raise_faults(self, layout: PlanLayout) -> None:
+        """Wait for the launches and raise ValueError for what they met in data that only the device sees."""
+        if self.tensor.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        at = layout.counters + _FAULTS_WORD
+        faults = int(self.tensor[at : at + 4].view(torch.int32).item())
+        if reasons := [text for bits, text in _FAULTS.items() if faults & bits]:
+            raise ValueError("; ".join(reasons))

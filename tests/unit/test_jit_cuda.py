@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fi_backend.core.jit import ModuleSpec, compiler, load
+from fi_backend.core.jit import ModuleSpec, compiler, load, toolkit
 from fi_backend.errors import BuildError
 
 KERNEL = """
@@ -51,8 +51,12 @@ def test_cuda_module_is_compiled_for_its_arch_and_loads_without_a_gpu(
 
 
 def test_without_nvcc_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = shutil.which
-    monkeypatch.setattr(compiler.shutil, "which", lambda name: None if name == "nvcc" else found(name))
-    monkeypatch.setattr(compiler, "DEFAULT_NVCC", tmp_path / "nvcc")
-    with pytest.raises(BuildError, match="install the CUDA toolkit"):
+    gxx = shutil.which("g++")
+    assert gxx is not None
+    (tmp_path / "g++").symlink_to(gxx)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(toolkit, "DEFAULT_ROOT", tmp_path)
+    monkeypatch.setattr(toolkit, "_packaged", list)
+    with pytest.raises(BuildError, match=r"nvcc: not found in CUDA_HOME, PATH.*pip install 'fi-backend"):
         compiler.toolchain("sm_80")

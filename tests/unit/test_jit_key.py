@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from tiny_module import TinyModule
 
-from fi_backend.core.jit import cache, compiler
+from fi_backend.core.jit import compiler, isa, tools
+from fi_backend.core.jit import key as jit_key
 from fi_backend.core.jit.sources import dependency_texts
 
 
@@ -21,11 +22,11 @@ def tiny(tmp_path: Path) -> TinyModule:
 
 @pytest.fixture
 def key(tiny: TinyModule, tmp_path: Path) -> str:
-    return cache.module_key(tiny.spec(), tmp_path)
+    return jit_key.module_key(tiny.spec(), tmp_path)
 
 
 def test_same_content_elsewhere_has_the_same_key(key: str, tmp_path: Path) -> None:
-    assert cache.module_key(TinyModule.create(tmp_path / "other").spec(), tmp_path) == key
+    assert jit_key.module_key(TinyModule.create(tmp_path / "other").spec(), tmp_path) == key
 
 
 @pytest.mark.parametrize("file", ["kernel.cc", "binding.cc", "factor.h", "deeper.h"])
@@ -34,7 +35,7 @@ def test_edit_of_a_source_or_of_a_header_at_any_depth(
 ) -> None:
     path = tiny.folder / file
     path.write_text(path.read_text() + "// edited\n")
-    assert cache.module_key(tiny.spec(), tmp_path) != key
+    assert jit_key.module_key(tiny.spec(), tmp_path) != key
 
 
 def test_name_defines_and_generated_text(key: str, tiny: TinyModule, tmp_path: Path) -> None:
@@ -44,25 +45,25 @@ def test_name_defines_and_generated_text(key: str, tiny: TinyModule, tmp_path: P
         tiny.spec(defines=(("FACTOR", "2"),)),
         tiny.spec(offset="1.5"),
     ]
-    keys = {key, *(cache.module_key(spec, tmp_path) for spec in specs)}
+    keys = {key, *(jit_key.module_key(spec, tmp_path) for spec in specs)}
     assert len(keys) == 5
 
 
 def test_flags(key: str, tiny: TinyModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "CPU_FLAGS", (*compiler.CPU_FLAGS, "-g"))
-    assert cache.module_key(tiny.spec(), tmp_path) != key
+    assert jit_key.module_key(tiny.spec(), tmp_path) != key
 
 
 def test_instruction_set(key: str, tiny: TinyModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = compiler.host_isa()
+    here = isa.host_isa()
     [extension] = [word for word in ("sse2", "asimd") if f" {word} " in here]
-    monkeypatch.setattr(cache, "host_isa", lambda: here.replace(f" {extension} ", " "))
-    assert cache.module_key(tiny.spec(), tmp_path) != key
+    monkeypatch.setattr(jit_key, "host_isa", lambda: here.replace(f" {extension} ", " "))
+    assert jit_key.module_key(tiny.spec(), tmp_path) != key
 
 
 def test_tvm_ffi_version(key: str, tiny: TinyModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache.importlib.metadata, "version", lambda _: "0.1.99")
-    assert cache.module_key(tiny.spec(), tmp_path) != key
+    monkeypatch.setattr(jit_key.importlib.metadata, "version", lambda _: "0.1.99")
+    assert jit_key.module_key(tiny.spec(), tmp_path) != key
 
 
 def test_compiler_version_is_remembered_until_its_file_changes(tmp_path: Path) -> None:
@@ -74,19 +75,19 @@ def test_compiler_version_is_remembered_until_its_file_changes(tmp_path: Path) -
         tool.chmod(0o755)
 
     write("1.0")
-    assert compiler.identity(str(tool), tmp_path).endswith("g++ 1.0")
-    compiler._identity.cache_clear()
-    assert compiler.identity(str(tool), tmp_path).endswith("g++ 1.0")
+    assert tools.identity(str(tool), tmp_path).endswith("g++ 1.0")
+    tools._identity.cache_clear()
+    assert tools.identity(str(tool), tmp_path).endswith("g++ 1.0")
     assert calls.read_text().count("called") == 1
     write("22.0")
-    assert compiler.identity(str(tool), tmp_path).endswith("g++ 22.0")
+    assert tools.identity(str(tool), tmp_path).endswith("g++ 22.0")
 
 
 def test_damaged_memo_is_rewritten(tmp_path: Path) -> None:
     (tmp_path / "compilers.json").write_text("{")
-    compiler._identity.cache_clear()
+    tools._identity.cache_clear()
     cxx = compiler.toolchain("cpu").cxx
-    assert compiler.identity(cxx, tmp_path).startswith(cxx)
+    assert tools.identity(cxx, tmp_path).startswith(cxx)
     assert len(json.loads((tmp_path / "compilers.json").read_text())) == 1
 
 

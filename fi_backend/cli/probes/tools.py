@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fi_backend import env
 from fi_backend.cli.modules import cached_modules
-from fi_backend.core.jit import compiler
+from fi_backend.core.jit import compiler, tools
 from fi_backend.errors import BuildError
 
 
@@ -42,7 +42,7 @@ def probe_tools() -> list[Tool]:
     """Look for g++, ninja and nvcc, in the way in which a build finds them."""
     return [
         _tool("g++", True, lambda: compiler.toolchain("cpu").cxx),
-        _tool("ninja", True, compiler.ninja_binary),
+        _tool("ninja", True, tools.ninja_binary),
         _tool("nvcc", False, _nvcc),
     ]
 

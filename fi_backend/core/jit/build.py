@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from fi_backend import env
 from fi_backend.core.jit import cache
+from fi_backend.core.jit.locate import Place, locate, must_be_built
+from fi_backend.core.jit.manifest import Manifest
 from fi_backend.core.jit.module import ModuleSpec
 from fi_backend.core.jit.ninja_file import LIBRARY, Target, run_build_file, write_build_file
 from fi_backend.core.jit.openmp import ensure_runtime
@@ -30,7 +32,7 @@ def load(spec: ModuleSpec) -> Module:
     """Return the loaded module of `spec`, compiling it first if the cache lacks it; loaded once a process.
 
     The functions that its binding exports are attributes of the result. Raises BuildError if it cannot
-    be built, or if it would have to be and FI_BACKEND_DISABLE_JIT forbids it.
+    be built or loaded, or if it would have to be built and FI_BACKEND_DISABLE_JIT forbids it.
     """
     with _loading:
         if (module := _loaded.get(spec)) is None:
@@ -39,39 +41,49 @@ def load(spec: ModuleSpec) -> Module:
                 ensure_runtime()
             from tvm_ffi import load_module
 
-            module = _loaded[spec] = load_module(str(library))
+            try:
+                module = _loaded[spec] = load_module(str(library))
+            except (OSError, RuntimeError) as error:
+                raise BuildError(
+                    f"module {spec.name}: {library} cannot be loaded here ({error}); if it was compiled on "
+                    f"another machine, remove {library.parent} and run `{spec.build_command}` on one with "
+                    "system libraries that are not newer than this one's"
+                ) from error
         return module
 
 
-def build_all(specs: Iterable[ModuleSpec]) -> list[Path]:
+def build_all(specs: Iterable[ModuleSpec], *, portable: bool = False) -> list[Path]:
     """Build what the cache lacks of `specs`, all in one parallel run; return the libraries in their order.
 
+    A module that another machine compiled is taken where this one cannot compile, or would make the same
+    one. portable: build CPU modules for the instructions that all current servers have.
     Raises BuildError with the failing command, the head of its output and the path of the full log;
     modules that did build are kept.
     """
     specs = list(specs)
     cache_dir = env.cache_dir()
-    folders = {spec: cache.module_folder(spec, cache_dir) for spec in specs}
-    missing = {spec: folder for spec, folder in folders.items() if not cache.is_built(folder)}
+    places = {spec: locate(spec, cache_dir, portable=portable) for spec in specs}
+    missing = {spec: place for spec, place in places.items() if place.ready is None}
     if missing:
-        if env.jit_disabled():
-            raise BuildError(
-                f"not in the cache {cache_dir}: {', '.join(folder.name for folder in missing.values())}; "
-                f"{env.DISABLE_JIT.name}=1 forbids compiling now. Run `fi-backend build` on this machine "
-                f"with the same {env.CACHE_DIR.name}, or unset {env.DISABLE_JIT.name}"
-            )
-        with cache.locked(list(missing.values())):
+        targets = must_be_built(missing, cache_dir)
+        with cache.locked(list(targets.values())):
             # Whoever held the lock before may have built them.
-            missing = {spec: folder for spec, folder in missing.items() if not cache.is_built(folder)}
-            if missing:
-                _build(missing, cache_dir)
-    return [folders[spec] / LIBRARY for spec in specs]
+            targets = {spec: folder for spec, folder in targets.items() if not cache.is_built(folder)}
+            if targets:
+                _build(targets, cache_dir, portable)
+    return [_library(place) for place in places.values()]
 
 
-def _build(missing: dict[ModuleSpec, Path], cache_dir: Path) -> None:
+def _library(place: Place) -> Path:
+    folder = place.ready or place.target
+    assert folder is not None, "must_be_built() raises for a module that can neither be found nor built"
+    return folder / LIBRARY
+
+
+def _build(missing: dict[ModuleSpec, Path], cache_dir: Path, portable: bool) -> None:
     cache.sweep(cache_dir)
     with cache.scratch(cache_dir) as scratch:
-        targets = [Target(spec, scratch / folder.name) for spec, folder in missing.items()]
+        targets = [Target(spec, scratch / folder.name, portable) for spec, folder in missing.items()]
         for target in targets:
             target.folder.mkdir()
         objects = write_build_file(scratch / "build.ninja", targets)
@@ -84,6 +96,7 @@ def _build(missing: dict[ModuleSpec, Path], cache_dir: Path) -> None:
                     for intermediate in target.folder.glob("*.o"):
                         intermediate.unlink()
                     shutil.copy(log, target.folder / "build.log")
+                    Manifest.of_build(target.spec, cache_dir, portable=portable).write(target.folder)
                     cache.install(target.folder, missing[target.spec])
             if status != 0 or failed:
                 raise _failure([target.spec.name for target in failed], status, log, cache_dir)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of compiled modules: keys, locks, and installing a finished module in one step."""
+"""The folder of compiled modules: names, locks, and installing a finished module in one step."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import os
 import shutil
 import socket
@@ -16,58 +14,30 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from fi_backend.core.jit.compiler import host_isa, identity, toolchain
+from fi_backend.core.jit.key import module_key
 from fi_backend.core.jit.module import ModuleSpec
 from fi_backend.core.jit.ninja_file import LIBRARY
 from fi_backend.core.jit.progress import say
-from fi_backend.core.jit.sources import dependency_texts
 from fi_backend.env import CACHE_DIR
 from fi_backend.errors import BuildError
 
-_LAYOUT = "1"  # Raised when the way a module is built changes without a change of flags.
 _STALE_S = 3600.0
 
 
-def module_key(spec: ModuleSpec, cache_dir: Path) -> str:
-    """Return the hex sha256 of everything that the binary of `spec` depends on.
-
-    That is: the text of sources, project headers and generated files, defines, flags, arch, path and
-    version of the compilers, the version of tvm-ffi and, for the CPU, the host's instruction set.
-    """
-    digest = hashlib.sha256()
-
-    def add(label: str, value: str | bytes) -> None:
-        data = value.encode() if isinstance(value, str) else value
-        # Lengths keep neighbouring fields apart.
-        digest.update(f"{label}:{len(data)}:".encode())
-        digest.update(data)
-
-    tools = toolchain(spec.arch)
-    add("layout", _LAYOUT)
-    add("name", spec.name)
-    add("arch", spec.arch)
-    add("flags", tools.key_flags())
-    for name, value in spec.defines:
-        add(f"define/{name}", value)
-    for label, data in dependency_texts(spec):
-        add(label, data)
-    add("cxx", identity(tools.cxx, cache_dir))
-    if tools.nvcc is not None:
-        add("nvcc", identity(tools.nvcc, cache_dir))
-    add("tvm-ffi", importlib.metadata.version("apache-tvm-ffi"))
-    if "-march=native" in tools.cxx_flags:
-        add("isa", host_isa())
-    return digest.hexdigest()
-
-
-def module_folder(spec: ModuleSpec, cache_dir: Path) -> Path:
-    """Return the folder in which the compiled module lies, or will lie."""
-    return cache_dir / f"{spec.name}-{module_key(spec, cache_dir)[:16]}"
+def module_folder(spec: ModuleSpec, cache_dir: Path, *, portable: bool = False) -> Path:
+    """Return the folder in which the module lies, or will lie, that this machine's compilers make."""
+    return cache_dir / f"{spec.name}-{module_key(spec, cache_dir, portable=portable)[:16]}"
 
 
 def is_built(folder: Path) -> bool:
     """Return whether `folder` holds a finished module."""
     return (folder / LIBRARY).is_file()
+
+
+def is_writable(cache_dir: Path) -> bool:
+    """Return whether modules can be added to the cache, which need not exist yet."""
+    existing = next(path for path in (cache_dir, *cache_dir.parents) if path.exists())
+    return os.access(existing, os.W_OK | os.X_OK)
 
 
 @contextmanager

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +22,7 @@ class ModuleSpec:
     defines    (NAME, value) pairs that become -DNAME=value
     arch       "cpu" (this host's instruction set) or "sm_80", "sm_90a", ... (a CUDA target)
     generated  (file name, text) pairs written where `#include "file name"` of the sources finds them
+    recipe     options of `fi-backend build` that make it, for error messages; no part of the identity
 
     Raises ValueError on a malformed field.
     """
@@ -31,6 +32,7 @@ class ModuleSpec:
     defines: tuple[tuple[str, str], ...] = ()
     arch: str = "cpu"
     generated: tuple[tuple[str, str], ...] = ()
+    recipe: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -50,6 +52,12 @@ class ModuleSpec:
         for name, _ in self.generated:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"generated: expected a file name below the build folder, got {name!r}")
+
+    @property
+    def build_command(self) -> str:
+        """The command line that compiles this module ahead of time."""
+        target = "" if self.arch == "cpu" else f"--device cuda --arch {self.arch}"
+        return " ".join(filter(None, ("fi-backend build", target, self.recipe)))
 
     def source_paths(self) -> tuple[Path, ...]:
         """Return the absolute paths of the sources."""

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fi_backend.core.jit.compiler import BIND_FLAGS, ffi_library, include_dirs, ninja_binary, toolchain
+from fi_backend.core.jit.compiler import BIND_FLAGS, ffi_library, include_dirs, toolchain
 from fi_backend.core.jit.module import ModuleSpec
+from fi_backend.core.jit.tools import ninja_binary
 from fi_backend.env import child_environment
 
 LIBRARY = "module.so"
@@ -25,6 +26,7 @@ class Target:
 
     spec: ModuleSpec
     folder: Path
+    portable: bool = False
 
     @property
     def library(self) -> Path:
@@ -39,7 +41,7 @@ def write_build_file(path: Path, targets: list[Target]) -> int:
     objects = 0
     for target in targets:
         spec = target.spec
-        tools = toolchain(spec.arch)
+        tools = toolchain(spec.arch, portable=target.portable)
         generated = target.folder / "include"
         for name, text in spec.generated:
             file = generated / name

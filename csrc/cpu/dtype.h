@@ -2,6 +2,7 @@
 // The element types of caches, queries and outputs, under the names that Python uses, and their exact
 // conversion to float and rounding from it.
 #pragma once
+#include "../core/encode.h"
 #include "simd.h"
 
 namespace fi::cpu {
@@ -78,25 +79,13 @@ inline Vec half_to_float(Halves h) {
 #endif
 }
 
-// Rounds to nearest even to sign, exponent and `Mantissa` bits; what is beyond `largest` becomes `overflow`.
-template <int Mantissa, int Bias>
-inline UVec encode(Vec x, float largest, uint32_t overflow, uint32_t nan) {
-  const UVec sign = ((UVec)x >> 31) << (Mantissa == 10 ? 15 : 7);
-  Vec magnitude = (Vec)((UVec)x & 0x7fffffffu);
-  magnitude = magnitude > 2.0f * largest ? splat(2.0f * largest) : magnitude;
-  // Adding the magic number aligns the last bit that the format keeps with the last bit of a float.
-  UVec exponent = (UVec)magnitude >> 23;
-  constexpr uint32_t kSmallest = 127 + 1 - Bias;
-  exponent = exponent < kSmallest ? UVec{} + kSmallest : exponent;
-  const Vec magic = (Vec)(((exponent + (23 - Mantissa)) << 23) | 0x400000u);
-  const Vec rounded = (magnitude + magic) - magic;
-  const UVec normal = ((UVec)rounded >> (23 - Mantissa)) - (uint32_t(127 - Bias) << Mantissa);
-  const Vec units = rounded * (float(1u << (Bias - 1)) * float(1u << Mantissa));
-  const UVec subnormal = (UVec) __builtin_convertvector(units, IVec);
-  UVec code = (UVec)rounded < (kSmallest << 23) ? subnormal : normal;
-  code = rounded > largest ? UVec{} + overflow : code;
-  return (x == x ? code : UVec{} + nan) | sign;
-}
+struct VectorLanes {
+  using F = Vec;
+  using U = UVec;
+  static U bits(F x) { return (U)x; }
+  static F value(U u) { return (F)u; }
+  static U truncate(F x) { return (U) __builtin_convertvector(x, IVec); }
+};
 
 }  // namespace detail
 
@@ -168,19 +157,21 @@ inline void store_float(dtype::float16* p, Vec v) {
   const __m128i h = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
   std::memcpy(static_cast<void*>(p), &h, sizeof(h));
 #else
-  const detail::Halves h = detail::narrow(detail::encode<10, 15>(v, 65504.0f, 0x7c00u, 0x7e00u));
+  const detail::Halves h = detail::narrow(encode<10, 15, detail::VectorLanes>(v, 65504.0f, 0x7c00u, 0x7e00u));
   std::memcpy(static_cast<void*>(p), &h, sizeof(h));
 #endif
 }
 
 // fp8 stores saturate: what is too large, infinities too, becomes the largest finite number.
 inline void store_float(dtype::float8_e4m3fn* p, Vec v) {
-  const auto b = __builtin_convertvector(detail::encode<3, 7>(v, 448.0f, 0x7eu, 0x7fu), detail::Bytes);
+  const auto b =
+      __builtin_convertvector(encode<3, 7, detail::VectorLanes>(v, 448.0f, 0x7eu, 0x7fu), detail::Bytes);
   std::memcpy(static_cast<void*>(p), &b, sizeof(b));
 }
 
 inline void store_float(dtype::float8_e5m2* p, Vec v) {
-  const auto b = __builtin_convertvector(detail::encode<2, 15>(v, 57344.0f, 0x7bu, 0x7fu), detail::Bytes);
+  const auto b =
+      __builtin_convertvector(encode<2, 15, detail::VectorLanes>(v, 57344.0f, 0x7bu, 0x7fu), detail::Bytes);
   std::memcpy(static_cast<void*>(p), &b, sizeof(b));
 }
 

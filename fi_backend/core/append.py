@@ -3,22 +3,15 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fi_backend.core import jit, ops
-from fi_backend.core.kernels import OPS_MODULE
+from fi_backend import env
+from fi_backend.core import ops
+from fi_backend.core.ops_module import native_ops
 
 _Scale = float | Tensor
 _TENSORS = ("key", "value", "k_cache", "v_cache", "slot_mapping")
-
-
-@cache
-def _native() -> Any:
-    return jit.load(OPS_MODULE).append_kv
 
 
 def append_kv(
@@ -33,6 +26,7 @@ def append_kv(
 ) -> None:
     """Write key / k_scale and value / v_scale into the caches, rounded to the caches' dtype.
 
+    All tensors lie on one device, the CPU or a CUDA device, and both give the same bits.
     key: [tokens, num_kv_heads, head_dim], value: [tokens, num_kv_heads, head_dim_v]; float32, float16 or
         bfloat16, last dimension contiguous. k_cache: [pages, page_size, num_kv_heads, head_dim] or
         [total, num_kv_heads, head_dim], v_cache alike with head_dim_v; any of these dtypes or fp8, any
@@ -41,7 +35,12 @@ def append_kv(
         past n are padding. The slots of one call have to differ.
     k_scale, v_scale: float, or float32 [1] or [num_kv_heads]; run() multiplies by the same.
 
-    Raises ValueError or TypeError that names the argument; nothing is written then.
+    On CUDA the call is queued on torch's current stream, allocates nothing, never waits for the device and
+    may be captured. It cannot look at the slots then: tokens whose slot lies outside the cache are skipped.
+    With FI_BACKEND_DEBUG=1 it waits and checks them, except while a graph is being captured.
+
+    Raises ValueError or TypeError that names the argument (on the CPU, and in debug mode, also for a slot
+    outside the cache); nothing is written then.
     """
     for name, tensor in zip(_TENSORS, (key, value, k_cache, v_cache, slot_mapping), strict=True):
         if not isinstance(tensor, Tensor):
@@ -73,7 +72,9 @@ def _append_kv(
     k_cache: Tensor,
     v_cache: Tensor,
 ) -> None:
-    _native()(key, value, slots, k_scale, v_scale, torch.get_num_threads(), k_cache, v_cache)
+    option = torch.get_num_threads() if key.device.type == "cpu" else env.debug()
+    native = native_ops("key", key.device)
+    native.append_kv(key, value, slots, k_scale, v_scale, option, k_cache, v_cache)
 
 
 ops.define(

@@ -3,19 +3,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fi_backend.core import jit, ops
-from fi_backend.core.kernels import OPS_MODULE
-
-
-@cache
-def _native() -> Any:
-    return jit.load(OPS_MODULE)
+from fi_backend.core import ops
+from fi_backend.core.ops_module import native_ops
 
 
 def merge_state(
@@ -30,6 +22,10 @@ def merge_state(
 ) -> tuple[Tensor, Tensor]:
     """Return (o_a, lse_a) ⊕ (o_b, lse_b), the attention over both sets of keys.
 
+    All tensors lie on one device, the CPU or a CUDA device; there the call is queued on torch's current
+    stream, never waits for the device, allocates only the results that are not given, and may be captured.
+    The arithmetic is float32 and its bits do not depend on the run; those of `exp` and `log` differ between
+    kinds of devices.
     o_a, o_b: [n, heads, head_dim] of one dtype, float32, float16 or bfloat16, last dimension contiguous.
     lse_a, lse_b: float32 [n, heads], natural logarithm. An empty set has lse = -inf; it leaves the other
         side's bits as they are, whatever its o holds, and two of them give o = 0, lse = -inf.
@@ -55,7 +51,8 @@ def _merge_state(
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(o_a, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format) if lse is None else lse
-    _native().merge_state(o_a, lse_a, o_b, lse_b, mask, torch.get_num_threads(), out, lse)
+    native = native_ops("o_a", o_a.device)
+    native.merge_state(o_a, lse_a, o_b, lse_b, mask, *_threads(o_a), out, lse)
     return out, lse
 
 
@@ -66,7 +63,7 @@ def merge_states(
 
     o: [n, parts, heads, head_dim], float32, float16 or bfloat16, last dimension contiguous; the fold itself
         is float32. lse_parts: float32 [n, parts, heads], natural logarithm, -inf for an empty set. No part
-        at all gives o = 0, lse = -inf.
+        at all gives o = 0, lse = -inf. Devices: as for merge_state().
     out: [n, heads, head_dim], lse: float32 [n, heads]; allocated by default; each may be one part of its
         input, such as o[:, 0], but no other view that overlaps one.
 
@@ -86,8 +83,13 @@ def _merge_states(
     n, _, heads, dim = o.shape
     out = o.new_empty(n, heads, dim) if out is None else out
     lse = lse_parts.new_empty(n, heads) if lse is None else lse
-    _native().merge_states(o, lse_parts, torch.get_num_threads(), out, lse)
+    native_ops("o", o.device).merge_states(o, lse_parts, *_threads(o), out, lse)
     return out, lse
+
+
+def _threads(o: Tensor) -> tuple[int, ...]:
+    # An argument of the host's functions alone.
+    return (torch.get_num_threads(),) if o.device.type == "cpu" else ()
 
 
 def _expect_tensors(**arguments: object) -> None:

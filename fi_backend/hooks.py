@@ -22,7 +22,12 @@ ENTRY_POINT_GROUP: Final = "fi_backend.plugins"
 hookspec = pluggy.HookspecMarker("fi_backend")
 hookimpl = pluggy.HookimplMarker("fi_backend")
 
-_BUILT_IN = ("fi_backend.benchmarks.vllm_cpu",)
+_BUILT_IN = (
+    "fi_backend.benchmarks.vllm_cpu",
+    "fi_backend.benchmarks.cuda.fa3",
+    "fi_backend.benchmarks.cuda.flashinfer_peers",
+    "fi_backend.benchmarks.cuda.sglang_peers",
+)
 
 
 class Hooks:

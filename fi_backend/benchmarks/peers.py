@@ -14,12 +14,21 @@ from fi_backend.core.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
+class SharedPrefix:
+    """The requests first .. last - 1 begin with the same pages, which hold `tokens` tokens."""
+
+    tokens: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
 class Problem:
     """One workload with its tensors; causal attention.
 
     q: [tokens, num_qo_heads, head_dim]. layers: K and V of each layer, [pages, page_size, num_kv_heads,
     head_dim]. qo_indptr: int32 [requests + 1]. kv_lens: int32 [requests]. block_table: int32 [requests, pages
-    of the longest]. All on one device.
+    of the longest]. All on one device. prefixes: what requests share; one request belongs to one at most.
     """
 
     spec: AttentionSpec
@@ -28,6 +37,7 @@ class Problem:
     qo_indptr: Tensor
     kv_lens: Tensor
     block_table: Tensor
+    prefixes: tuple[SharedPrefix, ...] = ()
 
 
 Run = Callable[[int], Tensor]

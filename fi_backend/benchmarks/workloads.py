@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fi_backend.benchmarks.peers import Problem
+from fi_backend.benchmarks.peers import Problem, SharedPrefix
 from fi_backend.core.spec import AttentionSpec
 
 # The block size that vLLM chooses on CPUs.
@@ -19,16 +19,24 @@ _MAX_LAYERS = 8
 
 @dataclass(frozen=True)
 class Workload:
-    """Query and KV tokens of each request."""
+    """Query and KV tokens of each request, and which of them share their first KV tokens."""
 
     name: str
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
+    prefixes: tuple[SharedPrefix, ...] = ()
 
     def kv_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of K and V that one layer has to read at least once."""
-        element = 4 if spec.kv_dtype == "float32" else 2
-        return sum(self.kv_lens) * spec.num_kv_heads * (spec.head_dim + spec.head_dim_v) * element
+        element = getattr(torch, spec.kv_dtype).itemsize
+        repeated = sum((each.last - each.first - 1) * each.tokens for each in self.prefixes)
+        tokens = sum(self.kv_lens) - repeated
+        return int(tokens * spec.num_kv_heads * (spec.head_dim + spec.head_dim_v) * element)
+
+    def io_bytes(self, spec: AttentionSpec) -> int:
+        """Bytes of queries and outputs of one layer."""
+        element = getattr(torch, spec.dtype).itemsize
+        return int(self.tokens * spec.num_qo_heads * (spec.head_dim + spec.head_dim_v) * element)
 
     def flops(self, spec: AttentionSpec) -> int:
         """Floating-point operations of the two products of one layer, masked keys left out."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fi_backend.cli.bench_choice import available_peers, chosen_by_name
 from fi_backend.cli.shell import InputError, console, error_console, integers, write_json
 
 if TYPE_CHECKING:
@@ -79,22 +80,34 @@ def _progress() -> Iterator[Progress]:
 
 @bench.command()
 def kernels(
-    device: Annotated[str, typer.Option(help="Where to run; this version has kernels for cpu.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where to run: cpu or cuda.")] = "cpu",
+    only: Annotated[
+        str, typer.Option(help="Measure workloads whose name contains one of these, separated by commas.")
+    ] = "",
+    peers: Annotated[str, typer.Option(help="Measure only these peers, by name, separated by commas.")] = "",
+    runs: Annotated[int, typer.Option(help="Interleaved runs, at least 3.")] = 5,
     threads: Annotated[
-        int | None, typer.Option(help="Threads of all implementations (default: torch's).")
+        int | None, typer.Option(help="cpu: threads of all implementations (default: torch's).")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds, at least 3.")] = 5,
-    workload: Annotated[str, typer.Option(help="Measure only workloads whose name contains this.")] = "",
+    fa3_library: Annotated[
+        Path | None, typer.Option(help="cuda: vLLM's FlashAttention 3 file, if vLLM is not installed.")
+    ] = None,
     json_file: _Json = None,
 ) -> None:
     """Time attention of one layer beside other implementations, checked against float64 in the same run."""
-    if device != "cpu":
-        raise InputError(
-            f"--device: expected cpu, the only device with kernels in this version; got {device!r}"
-        )
-    for option, value, low in (("--rounds", rounds, 3), ("--threads", 1 if threads is None else threads, 1)):
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"--device: expected cpu or cuda; got {device!r}")
+    for option, value, low in (("--runs", runs, 3), ("--threads", 1 if threads is None else threads, 1)):
         if value < low:
             raise InputError(f"{option}: expected >= {low}; got {value}")
+    for option, given, where in (("--threads", threads, "cpu"), ("--fa3-library", fa3_library, "cuda")):
+        if given is not None and device != where:
+            raise InputError(f"{option}: expected --device {where}; got {device}")
+    if device == "cuda":
+        from fi_backend.cli.bench_cuda import measure_cuda
+
+        measure_cuda(only, peers, runs, fa3_library, json_file)
+        return
     import torch
 
     from fi_backend.benchmarks.ceilings import cpu_ceilings
@@ -103,32 +116,25 @@ def kernels(
     from fi_backend.benchmarks.workloads import CPU_SPEC, CPU_WORKLOADS
     from fi_backend.cli.bench_view import print_kernels
     from fi_backend.cli.probes.host import cpu_name
-    from fi_backend.hooks import plugins
 
-    chosen = [each for each in CPU_WORKLOADS if workload in each.name]
-    if not chosen:
-        names = ", ".join(each.name for each in CPU_WORKLOADS)
-        raise InputError(f"--workload: expected a part of one of {names}; got {workload!r}")
+    chosen = chosen_by_name(CPU_WORKLOADS, only)
     if threads is not None:
         torch.set_num_threads(threads)
-    with error_console().status("looking for peers"):
-        found = [(peer, peer.unavailable()) for peer in plugins().peers(device)]
-    peers = [peer for peer, reason in found if reason is None]
+    found, absent = available_peers(device, peers)
     with _progress() as progress:
-        task = progress.add_task("ceilings", total=rounds * len(chosen))
+        task = progress.add_task("ceilings", total=runs * len(chosen))
         ceilings = cpu_ceilings(CPU_SPEC.dtype)
         rows = []
         for each in chosen:
             progress.update(task, description=each.name)
             rows.append(
                 time_kernels(
-                    each, CPU_SPEC, peers, ceilings, rounds=rounds, progress=lambda: progress.advance(task)
+                    each, CPU_SPEC, found, ceilings, rounds=runs, progress=lambda: progress.advance(task)
                 )
             )
-    print_kernels(rows, [peer.name for peer in peers], ceilings, torch.get_num_threads())
-    for peer, reason in found:
-        if reason is not None:
-            console().print(f"[yellow]{peer.name} was not measured: {reason}[/yellow]", soft_wrap=True)
+    print_kernels(rows, [peer.name for peer in found], ceilings, torch.get_num_threads())
+    for name, reason in absent.items():
+        console().print(f"[yellow]{name} was not measured: {reason}[/yellow]", soft_wrap=True)
     if json_file is not None:
         document = {
             **provenance(cpu_name()),

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of `bench kernels`."""
+"""The tables of `bench kernels`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from fi_backend.benchmarks.cpu_kernels import KernelTiming
 from fi_backend.cli.probes.host import cpu_name
 from fi_backend.cli.shell import console
+
+if TYPE_CHECKING:
+    from fi_backend.benchmarks.cpu_kernels import KernelTiming
+    from fi_backend.benchmarks.cuda.measure import CudaTiming
 
 
 def print_kernels(
@@ -40,3 +44,60 @@ def print_kernels(
             f"{row.max_err:.1e}",
         )
     console().print(table)
+
+
+def cuda_line(row: CudaTiming) -> str:
+    """Return a row in one line, for watching a run; failures of ours and of peers at its end."""
+    ours = "failed" if row.ours_us is None else f"{row.ours_us:.1f} µs"
+    peers = ", ".join(f"{name} {us:.1f}" for name, us in sorted(row.peers.items(), key=lambda item: item[1]))
+    failed = "; ".join(
+        f"{name}: {reason[:160]}" for name, reason in row.not_measured.items() if ": " in reason
+    )
+    return f"{row.workload}: fi {ours} | {peers or 'no peer'}" + (f" | {failed}" if failed else "")
+
+
+def print_cuda(rows: Sequence[CudaTiming], gpu: str, ceilings: Mapping[str, float]) -> None:
+    """Print the timings: ours, the best peer, what the GPU allows, errors, and other ways of ours."""
+    console().print(
+        f"µs a layer on {gpu}, which reads {ceilings['read_gbs']:.0f} GB/s, copies "
+        f"{ceilings['copy_gbs']:.0f} GB/s and multiplies at {ceilings['matmul_tflops']:.0f} TFLOP/s",
+        soft_wrap=True,
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("workload", no_wrap=True)
+    for name in ("fi", "±", "best", "ratio", "≤ 95 %", "floor", "read", "flop", "err / best"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("best peer", no_wrap=True)
+    table.add_column("other ways of fi", overflow="fold")
+    for row in rows:
+        best = None if row.best_peer is None else row.peers[row.best_peer]
+        known = [error for error in row.peers_rms_err.values() if error is not None]
+        table.add_row(
+            row.workload,
+            _number(row.ours_us, ".1f"),
+            "-" if row.ours_us is None else f"{_spread(row):.1%}",
+            _number(best, ".1f"),
+            _number(row.ratio, ".3f"),
+            _number(row.ratio_upper95, ".3f"),
+            f"{row.floor_us:.1f}",
+            _number(row.bandwidth_share, ".0%"),
+            _number(row.flops_share, ".0%"),
+            _number(row.rms_err / min(known) if row.rms_err is not None and known else None, ".2f"),
+            row.best_peer or "-",
+            ", ".join(f"{name} {_number(each['us'], '.1f')}" for name, each in row.variants.items()),
+        )
+    console().print(table)
+    for row in rows:
+        for name in row.wrong:
+            console().print(f"[yellow]{row.workload}: {name} is wrong and does not count[/yellow]")
+        if "fi" in row.not_measured:
+            console().print(f"[red]{row.workload}: fi failed: {row.not_measured['fi']}[/red]", soft_wrap=True)
+
+
+def _spread(row: CudaTiming) -> float:
+    low, high = row.ours_spread or (0.0, 0.0)
+    return (high - low) / 2 / (row.ours_us or 1.0)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

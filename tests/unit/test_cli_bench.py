@@ -118,9 +118,7 @@ def test_kernels_writes_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     monkeypatch.setattr("fi_backend.hooks.plugins", Registered)
     out = tmp_path / "kernels.json"
-    result = RUN.invoke(
-        app, ["bench", "kernels", "--rounds", "3", "--json", str(out)], env={"COLUMNS": "160"}
-    )
+    result = RUN.invoke(app, ["bench", "kernels", "--runs", "3", "--json", str(out)], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.stderr
     assert "absent was not measured: it is not installed" in result.stdout
     document = json.loads(out.read_text())

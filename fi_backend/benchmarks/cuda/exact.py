@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in float64 for a sample of rows: what every measured implementation is held against."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fi_backend.benchmarks.peers import Problem
+
+_REQUESTS = 12
+_TOKENS = 16
+# First, last and beside the edges of the query tiles that kernels use.
+_TILE_EDGES = (0, 1, 15, 16, 63, 64, 127, 128)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """rows: int64 [n], query tokens of the step, all their heads. exact: float64 [n, num_qo_heads, dim]."""
+
+    rows: Tensor
+    exact: Tensor
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Largest and root-mean-square difference from float64; infinite if any element of the output is NaN."""
+
+    largest: float
+    rms: float
+
+
+def sample_problem(problem: Problem, layer: int, *, seed: int = 0) -> Sample:
+    """Compute a sample of one layer's rows.
+
+    The longest, shortest, first and last request are in it and others at random; of each its first and last
+    query token, those at tile edges and others at random.
+    """
+    lens = problem.kv_lens.tolist()
+    starts = problem.qo_indptr.tolist()
+    chosen = random.Random(seed)
+    requests = {lens.index(max(lens)), lens.index(min(lens)), 0, len(lens) - 1}
+    requests |= set(chosen.sample(range(len(lens)), min(len(lens), _REQUESTS - len(requests))))
+    rows: list[int] = []
+    parts: list[Tensor] = []
+    for request in sorted(requests):
+        q_len = starts[request + 1] - starts[request]
+        tokens = {token for token in _TILE_EDGES if token < q_len} | {q_len - 1}
+        tokens |= set(chosen.sample(range(q_len), max(0, min(q_len, _TOKENS - len(tokens)))))
+        ordered = sorted(tokens)
+        rows += [starts[request] + token for token in ordered]
+        visible = [lens[request] - q_len + token + 1 for token in ordered]
+        parts.append(_exact(problem, layer, request, rows[-len(ordered) :], visible, lens[request]))
+    return Sample(torch.tensor(rows, device=problem.q.device), torch.cat(parts))
+
+
+def errors(output: Tensor, sample: Sample) -> Errors:
+    """Hold an output [tokens, num_qo_heads, dim] against the sample of its rows."""
+    difference = (output[sample.rows].double() - sample.exact).abs()
+    if bool(output.isnan().any()) or not bool(difference.isfinite().all()):
+        return Errors(math.inf, math.inf)
+    return Errors(float(difference.max()), float(difference.square().mean().sqrt()))
+
+
+def _exact(
+    problem: Problem, layer: int, request: int, rows: list[int], visible: list[int], kv_len: int
+) -> Tensor:
+    """Return float64 [rows, num_qo_heads, dim]; row i sees the first visible[i] keys."""
+    spec = problem.spec
+    pages = problem.block_table[request, : -(-kv_len // spec.page_size)].long()
+    # By way of float32, which holds every value: there is no conversion from fp8 to float64 everywhere.
+    key, value = (
+        cache[pages].reshape(-1, spec.num_kv_heads, cache.shape[-1])[:kv_len].float().double().transpose(0, 1)
+        for cache in problem.layers[layer]
+    )
+    n = len(rows)
+    q = problem.q[rows].double().view(n, spec.num_kv_heads, spec.group_size, spec.head_dim)
+    logits = q.permute(1, 0, 2, 3).reshape(spec.num_kv_heads, -1, spec.head_dim) @ key.transpose(1, 2)
+    logits = logits.view(spec.num_kv_heads, n, spec.group_size, kv_len) * spec.scale
+    hidden = torch.arange(kv_len, device=q.device) >= torch.tensor(visible, device=q.device)[:, None]
+    weights = logits.masked_fill(hidden[:, None], -math.inf).softmax(-1)
+    out = weights.reshape(spec.num_kv_heads, -1, kv_len) @ value
+    return (
+        out.view(spec.num_kv_heads, n, spec.group_size, -1)
+        .permute(1, 0, 2, 3)
+        .reshape(n, spec.num_qo_heads, -1)
+    )

@@ -90,7 +90,9 @@ def time_planning(
 
     def whole(step: MixedStep) -> Plan:
         table = PageTable.from_block_table(step.block_table, step.kv_lens, page_size=SPEC.page_size)
-        return attention.plan(step.qo_indptr, table)
+        planned = attention.plan(step.qo_indptr, table)
+        assert planned is not None  # only the device planner leaves none on the host
+        return planned
 
     def native(step: MixedStep) -> None:
         planner.plan(step.qo_indptr, step.kv_lens, buffer)

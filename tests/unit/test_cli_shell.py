@@ -79,7 +79,7 @@ def test_the_line_is_red_on_a_terminal() -> None:
 
 
 def test_a_build_error_is_exit_1_and_keeps_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_specs: object) -> None:
+    def fail(_specs: object, **_options: object) -> None:
         raise BuildError("cannot build planner\ncommand: g++ x.cc\nfull log: /somewhere")
 
     monkeypatch.setattr("fi_backend.core.jit.build_all", fail)
@@ -103,7 +103,7 @@ def test_a_missing_library_points_to_doctor(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_specs: object) -> None:
+    def fail(_specs: object, **_options: object) -> None:
         raise KeyError("a bug")
 
     monkeypatch.setattr("fi_backend.core.jit.build_all", fail)

@@ -16,13 +16,14 @@ CXX_FILES = $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -na
 export FI_BACKEND_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache
 
 .NOTPARALLEL:
-.PHONY: help demo test test-vllm-versions test-isa lint format wheel modules setup clean
+.PHONY: help demo test test-vllm-versions test-isa test-cuda-all lint format wheel modules setup clean
 
 help:
 	@echo "make demo     serve a small model with vLLM on fi and check its answer"
 	@echo "make test     lint, types and all tests that this machine can run"
 	@echo "make test-vllm-versions  the adapter under other versions of vLLM (downloads them)"
 	@echo "make test-isa  the CPU kernels compiled for other instruction sets"
+	@echo "make test-cuda-all  compile and load every shipped CUDA module (needs nvcc, no GPU)"
 	@echo "make lint     ruff, mypy, clang-format"
 	@echo "make format   rewrite the sources in the project's format"
 	@echo "make wheel    sdist and wheel into dist/"
@@ -41,6 +42,10 @@ test-vllm-versions: $(VENV)/.vllm $(VENV)/.dev modules
 # The kernels take other branches on machines without AVX-512 or AMX: three compilations, minutes.
 test-isa: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/kernels/test_other_isa.py --other-isa $(PYTEST_ARGS)
+
+# Eighty modules, minutes; `make test` compiles a selection of them.
+test-cuda-all: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/build/test_cuda_compile.py --cuda-all $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

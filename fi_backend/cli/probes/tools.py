@@ -5,26 +5,26 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fi_backend import env
 from fi_backend.cli.modules import cached_modules
-from fi_backend.core.jit import compiler, tools
+from fi_backend.core.jit import compiler, toolkit, tools
 from fi_backend.errors import BuildError
 
 
 @dataclass(frozen=True)
 class Tool:
-    """One build tool; advice says what to install when path is None."""
+    """One build tool; advice says what to install when path is None; origin: how nvcc was found."""
 
     name: str
     needed: bool
     path: str | None
     version: str | None
     advice: str | None
+    origin: str | None = None
 
 
 @dataclass(frozen=True)
@@ -40,28 +40,21 @@ class ModuleCache:
 
 def probe_tools() -> list[Tool]:
     """Look for g++, ninja and nvcc, in the way in which a build finds them."""
+    nvcc = _tool("nvcc", False, lambda: toolkit.find_toolkit().nvcc)
+    if nvcc.path is not None:
+        nvcc = replace(nvcc, origin=toolkit.find_toolkit().origin)
     return [
         _tool("g++", True, lambda: compiler.toolchain("cpu").cxx),
         _tool("ninja", True, tools.ninja_binary),
-        _tool("nvcc", False, _nvcc),
+        nvcc,
     ]
-
-
-def _nvcc() -> str:
-    try:
-        return str(compiler.toolchain("sm_90a").nvcc)
-    except BuildError as error:
-        # A toolchain begins with g++; the answer here has to be about nvcc.
-        if not str(error).startswith("nvcc") and (path := shutil.which("nvcc")):
-            return path
-        raise BuildError("nvcc: not found; CUDA devices need the CUDA toolkit 12.4 or newer") from error
 
 
 def _tool(name: str, needed: bool, find: Callable[[], str]) -> Tool:
     try:
         path = find()
     except BuildError as error:
-        # The text is "tool: not found on PATH; what to install". With g++ gone, nvcc is of no use either.
+        # The text is "tool: not found on PATH; what to install".
         found, _, remedy = str(error).partition("; ")
         return Tool(name, needed, None, None, remedy or found)
     try:

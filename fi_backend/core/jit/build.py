@@ -52,16 +52,19 @@ def load(spec: ModuleSpec) -> Module:
         return module
 
 
-def build_all(specs: Iterable[ModuleSpec], *, portable: bool = False) -> list[Path]:
+def build_all(
+    specs: Iterable[ModuleSpec], *, portable: bool = False, cache_dir: Path | None = None
+) -> list[Path]:
     """Build what the cache lacks of `specs`, all in one parallel run; return the libraries in their order.
 
     A module that another machine compiled is taken where this one cannot compile, or would make the same
-    one. portable: build CPU modules for the instructions that all current servers have.
+    one. portable: build CPU modules for the instructions that all current servers have; cache_dir: in
+    place of the environment's.
     Raises BuildError with the failing command, the head of its output and the path of the full log;
     modules that did build are kept.
     """
     specs = list(specs)
-    cache_dir = env.cache_dir()
+    cache_dir = cache_dir or env.cache_dir()
     places = {spec: locate(spec, cache_dir, portable=portable) for spec in specs}
     missing = {spec: place for spec, place in places.items() if place.ready is None}
     if missing:

@@ -22,8 +22,9 @@ CPU_FLAGS = (
 # (8.9 s against 6 s of processor time for the attention binding, g++ 12).
 BIND_FLAGS = ("-O1",)
 HOST_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+# -Xptxas=-v: registers and spills of every kernel go into the module's build.log.
 NVCC_FLAGS = (
-    *("-std=c++20", "-O3", "-lineinfo", "--expt-relaxed-constexpr"),
+    *("-std=c++20", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas=-v"),
     "-Xcompiler=-fPIC,-fvisibility=hidden",
 )
 # A runtime of its own in every module: it runs where no libcudart is found and beside any torch, with

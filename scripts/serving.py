@@ -46,8 +46,9 @@ class VllmServer:
         self._progress = progress
         self._timeout = start_timeout
         self._environment = environment
+        script = Path(sys.executable).with_name("vllm")
         self.command = [
-            str(Path(sys.executable).with_name("vllm")),
+            *([str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]),
             "serve",
             str(model),
             *arguments,
@@ -104,6 +105,20 @@ class VllmServer:
                         yield json.loads(event)["choices"][0]["text"]
         except (urllib.error.URLError, TimeoutError) as error:
             raise ServerError(f"the completion failed: {error}{self._why()}") from error
+
+    @property
+    def url(self) -> str:
+        """Where the server listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def metric(self, name: str) -> float:
+        """Return the sum of vLLM's counter or gauge `name`, as Prometheus would read it."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
+            text = response.read().decode()
+        values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+        if not values:
+            raise ServerError(f"the server has no metric {name}")
+        return sum(map(float, values))
 
     def stop(self) -> int:
         """Stop the server and every process it started; return its exit status."""

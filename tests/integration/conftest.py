@@ -25,6 +25,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--vllm-versions", action="store_true", help="also run on other versions of vLLM, which are installed"
     )
+    parser.addoption(
+        "--vllm-runs",
+        default="",
+        help="of the configurations on a GPU, only those whose name contains one of these texts, parted by ;",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +64,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """Return the function (*runs, ...) -> one result a run; see engine_run.py.
 
     in_process: the engine core lives in the process that asks, so that all runs share one import of vLLM;
-    environment: added to ours; command: of the interpreter; preload: modules to install first.
+    environment: added to ours; command: of the interpreter; preload: modules to install first;
+    keep_going: a run that fails becomes {"error": its traceback}, and the later ones follow.
     """
     pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -69,10 +75,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         environment: Mapping[str, str] | None = None,
         command: Sequence[str] = (sys.executable,),
         preload: Sequence[str] = (),
+        keep_going: bool = False,
+        timeout: float = 600,
     ) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("engine")
         job, result, log = folder / "job.json", folder / "result.json", folder / "log.txt"
-        job.write_text(json.dumps({"preload": preload, "runs": runs}))
+        job.write_text(json.dumps({"preload": preload, "keep_going": keep_going, "runs": runs}))
         settings = {
             "HF_HUB_OFFLINE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
@@ -85,7 +93,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=env.child_environment(**{**settings, **(environment or {})}),
-                timeout=600,
+                timeout=timeout,
                 check=False,
             ).returncode
         text = log.read_text(errors="replace")

@@ -4,11 +4,12 @@
 usage: engine_run.py JOB.json RESULT.json
 
 JOB: {"preload": [modules whose install() is called first],
+      "keep_going": whether later runs follow one that failed,
       "runs": [{"llm": arguments of vllm.LLM, "sabotage": null or a name of SABOTAGE,
                 "environment": variables for this run,
                 "batches": [{"prompts": [[token ids]], "max_tokens": n, "prompt_logprobs": bool,
                              "sampling": more of SamplingParams}]}]}
-RESULT: a list of one object a run, see `_run`.
+RESULT: a list of one object a run, see `_run`; {"error": traceback} of a run that failed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import os
 import resource
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,8 +37,25 @@ def main() -> None:
     results = []
     for run in job["runs"]:
         with patch.dict(os.environ, run.get("environment", {})):
-            results.append(_run(run))
+            _read_environment_anew()
+            try:
+                results.append(_run(run))
+            except Exception:
+                if not job.get("keep_going"):
+                    raise
+                results.append({"error": traceback.format_exc()})
     Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+def _read_environment_anew() -> None:
+    """Undo what a running engine does: vLLM keeps its variables as they were when it started."""
+    from vllm import envs
+    from vllm.v1.attention.backends import utils
+
+    if hasattr(envs, "disable_envs_cache"):
+        envs.disable_envs_cache()
+    if hasattr(utils, "get_kv_cache_layout"):  # 0.26
+        utils.get_kv_cache_layout.cache_clear()
 
 
 def _run(run: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +161,7 @@ def _drop_appends() -> AbstractContextManager[Any]:
     original = impl.append_kv
 
     def lossy(key: Any, value: Any, k_cache: Any, v_cache: Any, slots: Any, **scales: Any) -> None:
-        if slots.shape[0] > 8:
+        if slots.shape[0] > 64:
             original(key, value, k_cache, v_cache, slots, **scales)
 
     return patch.object(impl, "append_kv", lossy)
@@ -184,12 +203,57 @@ def _shorten_items() -> AbstractContextManager[Any]:
     return patch.object(BatchAttention, "plan", damaged)
 
 
+def _no_sync() -> AbstractContextManager[Any]:
+    """Raise RuntimeError where a step would make the host wait for the GPU."""
+    import torch
+
+    from fi_backend.adapters.vllm.impl import FiAttentionImpl
+    from fi_backend.adapters.vllm.metadata import FiMetadataBuilder
+
+    def strict(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return method(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+
+        return call
+
+    stack = ExitStack()
+    for owner, name in (
+        (FiMetadataBuilder, "build"),
+        (FiMetadataBuilder, "build_for_drafting"),
+        (FiAttentionImpl, "forward"),
+        (FiAttentionImpl, "do_kv_cache_update"),
+    ):
+        stack.enter_context(patch.object(owner, name, strict(getattr(owner, name))))
+    return stack
+
+
+def _check_faults() -> AbstractContextManager[Any]:
+    """Raise ValueError before the next step when kernels met lengths or pages that cannot be."""
+    from fi_backend.core.attention import BatchAttention
+
+    original = BatchAttention.plan
+
+    def checked(self: BatchAttention, *args: Any, **kwargs: Any) -> Any:
+        self._plan_buffer.raise_faults(self.planner.layout)
+        return original(self, *args, **kwargs)
+
+    return patch.object(BatchAttention, "plan", checked)
+
+
 SABOTAGE: dict[str | None, Callable[[], AbstractContextManager[Any]]] = {
     None: nullcontext,
     "ignore_last_page": _ignore_last_page,
     "drop_appends": _drop_appends,
     "louder_queries": _louder_queries,
     "shorten_items": _shorten_items,
+    # No sabotage, but stricter than a server.
+    "no_sync": _no_sync,
+    "check_faults": _check_faults,
 }
 
 if __name__ == "__main__":

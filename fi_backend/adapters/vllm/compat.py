@@ -69,16 +69,8 @@ _CONTRACT: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
         "AttentionMetadataBuilder.build",
         ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
     ),
-    (
-        "vllm.v1.attention.backend",
-        "AttentionMetadataBuilder.get_cudagraph_support",
-        ("vllm_config", "kv_cache_spec"),
-    ),
-    (
-        "vllm.v1.attention.backend",
-        "AttentionMetadataBuilder.build_for_cudagraph_capture",
-        ("self", "common_attn_metadata"),
-    ),
+    ("vllm.v1.attention.backend", "AttentionMetadataBuilder.get_cudagraph_support", ()),
+    ("vllm.v1.attention.backend", "AttentionMetadataBuilder.build_for_cudagraph_capture", ()),
     ("vllm.v1.attention.backend", "AttentionCGSupport.ALWAYS", ()),
     ("vllm.v1.attention.backend", "AttentionCGSupport.NEVER", ()),
     ("vllm.v1.attention.backend", "AttentionType.DECODER", ()),

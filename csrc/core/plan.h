@@ -23,6 +23,14 @@ enum WorkItemFlags : uint8_t {
 // Word 1 of the counters: what a launch or the device planner met in lengths that only the device has seen.
 enum Counter : int32_t { kTicket = 0, kFaults = 1, kArrivals = 2 };
 
+// Bits of the faults that the device planner sets; those below are KernelFault's. A plan with one of them has
+// no items, so that its launch writes nothing.
+enum PlannerFault : int32_t {
+  kFaultStarts = 1 << 8,   // qo_indptr begins below 0 or decreases
+  kFaultTokens = 1 << 9,   // more query tokens than max_tokens
+  kFaultKvLens = 1 << 10,  // a KV length below 0 or above max_kv_len
+};
+
 // (level, query tile, KV chunk) -> one partial or final attention state of every KV head.
 struct WorkItem {
   uint8_t level;      // index of the block-sparse rows that hold the pages

@@ -2,6 +2,7 @@
 // The arithmetic of planning, in integers only: one source for the host planner and the device planner, whose
 // plans have equal bytes. Sums of these values do not depend on their order.
 #pragma once
+#include <bit>
 #include <cstdint>
 
 #include "host_device.h"
@@ -176,9 +177,12 @@ inline constexpr int kSortBits = 8;
 inline constexpr int kSortBuckets = 1 << kSortBits;
 
 FI_HOST_DEVICE int sort_shift(uint32_t greatest_cost) {
-  int shift = 0;
-  while (greatest_cost >> shift >= uint32_t(kSortBuckets)) ++shift;
-  return shift;
+#if defined(__CUDA_ARCH__)
+  const int width = 32 - __clz(int(greatest_cost));
+#else
+  const int width = std::bit_width(greatest_cost);
+#endif
+  return width > kSortBits ? width - kSortBits : 0;
 }
 
 FI_HOST_DEVICE int sort_bucket(uint32_t cost, int shift) { return kSortBuckets - 1 - int(cost >> shift); }

@@ -140,43 +140,6 @@ void emit(const PlannerConfig& config, const Scratch& scratch, std::vector<WorkI
 
 }  // namespace
 
-// With tiles of up to H rows a request of n packed rows has one tile when n <= H and at most n / H + 1
-// otherwise, so there are at most R + T * group / H tiles. With budget >= total * heads / (4 * CTAs) the sum
-// of cost / budget is at most S = 4 * CTAs / heads; a tile has at most cost / budget + 1 items, a split one
-// more than budget of cost, so at most S splits, 2 S parts. make_plan() doubles the budget while a count is
-// over: with an unlimited budget there are no partials at all, so that it always ends inside these bounds.
-PlanCapacity plan_capacity(const PlannerConfig& config) {
-  const int64_t rows = config.limits.max_tokens * config.group;
-  const int64_t tiles = std::min(config.limits.max_requests + rows / config.max_tile, rows);
-  const int64_t splits = ceil_div(int64_t(kMaxSplitsPerCta) * config.num_ctas, config.num_kv_heads);
-  const int64_t states = (config.invariant_grid > 0 ? 8 : 2) * splits;
-  const int64_t units = std::min(tiles, splits);
-  const int64_t height = std::min<int64_t>(config.max_tile, rows);
-  const int64_t items = tiles + splits;
-  const int64_t tickets = items * config.num_kv_heads;
-  const int64_t entries = config.planned_queues ? tickets : 0;
-  const int64_t counters = kArrivals + units * config.num_kv_heads;
-  for (int64_t v : {rows, tickets, states * height, counters, config.limits.max_requests})
-    if (v > std::numeric_limits<int32_t>::max())
-      fail("max_requests, max_tokens: expected a plan of fewer than 2^31 entries; got " + std::to_string(v) +
-           ".");
-  return {int32_t(config.limits.max_requests),
-          int32_t(items),
-          int32_t(units),
-          int32_t(states),
-          int32_t(states * height),
-          config.planned_queues ? config.num_ctas : 0,
-          int32_t(entries),
-          int32_t(counters)};
-}
-
-int cost_shift(const PlannerConfig& config, const PlanCapacity& capacity) {
-  const int64_t beta = *std::max_element(std::begin(config.beta), std::end(config.beta));
-  const int64_t greatest =
-      beta * config.limits.max_kv_len + int64_t(config.alpha) * kMaxQueryTile + config.part_cost;
-  return cost_shift(greatest, int64_t(capacity.items) * config.num_kv_heads, config.num_ctas);
-}
-
 void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
                std::span<const int32_t> kv_lens, std::span<uint8_t> buffer) {
   check_lengths(config, qo_indptr, kv_lens);

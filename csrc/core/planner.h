@@ -40,6 +40,9 @@ struct PlannerConfig {
 // Upper bounds of everything a plan within `config.limits` can contain; see planner.cc for the proof.
 PlanCapacity plan_capacity(const PlannerConfig& config);
 
+// Query tiles that a plan within `config.limits` can have.
+int64_t tile_capacity(const PlannerConfig& config);
+
 // Costs of a plan are added up in units of 2^cost_shift.
 int cost_shift(const PlannerConfig& config, const PlanCapacity& capacity);
 

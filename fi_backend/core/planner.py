@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host planner: cost model, capacities and the call that fills a plan buffer."""
+"""The planner: cost model, capacities, and the calls that fill a plan buffer on the host or on a device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from fi_backend.core import jit
+from fi_backend.core.jit.arch import cuda_arch
 from fi_backend.core.plan import PlanLayout
 from fi_backend.core.spec import AttentionSpec
 
 MODULE = jit.ModuleSpec(
     name="planner",
-    sources=("core/planner.cc", "core/lpt.cc", "bind/planner.cc"),
+    sources=("core/planner.cc", "core/capacity.cc", "core/lpt.cc", "bind/planner.cc"),
 )
 _SIZES = 18
 QUERY_TILES = (1, 16, 32, 64, 128)
@@ -26,6 +27,15 @@ QUERY_TILES = (1, 16, 32, 64, 128)
 def module() -> Any:
     """The planner's native module, built on first use."""
     return jit.load(MODULE)
+
+
+def cuda_module(arch: str) -> jit.ModuleSpec:
+    """The device planner for the target `arch`, such as "sm_90a"."""
+    return jit.ModuleSpec(
+        name="cuda_planner",
+        sources=("cuda/planner.cu", "core/capacity.cc", "bind/cuda_planner.cc"),
+        arch=arch,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +96,7 @@ class Limits:
 
 
 class Planner:
-    """Fills plan buffers for one spec under fixed limits, reading host lengths only.
+    """Fills plan buffers for one spec under fixed limits, from lengths on the host or on a device.
 
     spec, limits: see there. num_ctas: CTAs (threads on a CPU) to balance over. planned_queues: also assign
     every item to a CTA by the paper's Algorithm 1. costs: the cost model. tiles: least and greatest query
@@ -140,6 +150,7 @@ class Planner:
         self.layout = PlanLayout(*values[8:17])
         self.scratch_bytes: int = values[17]
         self._plan = native.plan
+        self._on_device: dict[torch.device, tuple[Any, Tensor]] = {}
 
     def plan(self, qo_indptr: Tensor, kv_lens: Tensor, buffer: Tensor) -> None:
         """Write the plan of one step.
@@ -149,3 +160,26 @@ class Planner:
             broken.
         """
         self._plan(self.config, qo_indptr, kv_lens, buffer)
+
+    def plan_on_device(self, qo_indptr: Tensor, kv_lens: Tensor, buffer: Tensor) -> None:
+        """Queue the plan of one step on the current stream; the bytes are those of plan().
+
+        qo_indptr: CUDA int32 [requests + 1]; kv_lens: CUDA int32 [requests]; buffer: CUDA uint8
+            [layout.total], aligned to 16 bytes. All on one device. Never waits for it; a graph can capture
+            the call after a prepare(). The host sees shapes only: lengths that break a limit give a plan
+            without items and set bits of the buffer's faults (PlannerFault in csrc/core/plan.h). Raises
+            ValueError for more requests than max_requests, and with planned_queues, which need host lengths.
+        """
+        self.prepare(kv_lens.device)
+        native, workspace = self._on_device[kv_lens.device]
+        native.plan_on_device(self.config, qo_indptr, kv_lens, workspace, buffer)
+
+    def prepare(self, device: torch.device) -> None:
+        """Do what the first plan_on_device() on `device` would begin with: compile, load, allocate.
+
+        A stream that is being captured needs it to be done before. Raises BuildError, UnsupportedError.
+        """
+        if device not in self._on_device:
+            native = jit.load(cuda_module(cuda_arch(device)))
+            words = native.prepare(self.config, torch.empty(0, device=device))
+            self._on_device[device] = native, torch.empty(words, dtype=torch.int32, device=device)

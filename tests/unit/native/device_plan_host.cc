@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// The device planner's source on an emulated thread block.
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "bind/device_plan_args.h"
+#include "fiber_block.h"
+
+namespace fi::test {
+namespace {
+
+using bind::TensorView;
+
+template <int kThreads>
+void plan(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorView workspace,
+          TensorView buffer, int64_t seed) {
+  using Block = FiberBlock<kThreads>;
+  using Memory = DevicePlanMemory<kThreads>;
+  const DevicePlanArgs args =
+      bind::device_plan_args(config, qo_indptr, kv_lens, workspace, buffer, bind::kHost);
+  static const auto block = std::make_unique<Block>();
+  static const auto memory = std::make_unique<Memory>();
+  // What shared memory holds when a kernel starts is arbitrary.
+  std::memset(static_cast<void*>(memory.get()), int(seed % 251), sizeof(Memory));
+  try {
+    block->run(
+        [&](typename Block::Thread& thread) {
+          DevicePlanner<typename Block::Thread>(thread, args, *memory).run();
+        },
+        uint64_t(seed));
+  } catch (const std::runtime_error& e) {
+    TVM_FFI_THROW(RuntimeError) << e.what();
+  }
+}
+
+}  // namespace
+}  // namespace fi::test
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_128, fi::test::plan<128>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_1024, fi::test::plan<1024>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_words, fi::bind::device_workspace_words);

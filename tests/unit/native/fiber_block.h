@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+// A CUDA thread block on one host thread: every thread is a fiber that runs until it meets a barrier. Which
+// fiber runs next is drawn from a seed, so that a missing barrier shows in the results.
+#pragma once
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+namespace fi::test {
+
+template <int kBlockThreads>
+class FiberBlock {
+ public:
+  static constexpr int kThreads = kBlockThreads;
+
+  class Thread;
+
+  // Runs `body` once in each thread. Throws when threads wait for ever or meet at different barriers.
+  void run(const std::function<void(Thread&)>& body, uint64_t seed) {
+    body_ = &body;
+    random_.seed(seed);
+    stacks_.resize(size_t(kThreads) * kStackBytes);
+    fibers_.assign(kThreads, {});
+    warps_.assign(kThreads / 32, {});
+    waiting_ = done_ = 0;
+    for (int t = 0; t < kThreads; ++t) {
+      ucontext_t& context = fibers_[size_t(t)].context;
+      getcontext(&context);
+      context.uc_stack.ss_sp = stacks_.data() + size_t(t) * kStackBytes;
+      context.uc_stack.ss_size = kStackBytes;
+      context.uc_link = &scheduler_;
+      const auto self = reinterpret_cast<uintptr_t>(this);
+      makecontext(&context, reinterpret_cast<void (*)()>(&FiberBlock::start), 3, uint32_t(self >> 32),
+                  uint32_t(self), t);
+      ready_.push_back(t);
+    }
+    while (!ready_.empty()) {
+      const size_t pick = random_() % ready_.size();
+      running_ = ready_[pick];
+      ready_[pick] = ready_.back();
+      ready_.pop_back();
+      swapcontext(&scheduler_, &fibers_[size_t(running_)].context);
+      if (!error_.empty()) throw std::runtime_error(error_);
+    }
+    if (done_ != kThreads)
+      throw std::runtime_error("some threads wait for a barrier that others never reach");
+  }
+
+  class Thread {
+   public:
+    static constexpr int kThreads = kBlockThreads;
+    Thread(FiberBlock& block, int thread) : block_(block), thread_(thread) {}
+
+    int thread() const { return thread_; }
+    void sync() { block_.wait_block(); }
+    void sync_warp() { exchange(kSync, 0); }
+    uint32_t ballot(bool v) {
+      const uint64_t* values = exchange(kBallot, v);
+      uint32_t mask = 0;
+      for (int i = 0; i < 32; ++i) mask |= uint32_t(values[i]) << i;
+      return mask;
+    }
+    template <class T>
+    T shuffle(T v, int lane) {
+      return T(exchange(kShuffle, uint64_t(v))[lane & 31]);
+    }
+    template <class T>
+    T shuffle_up(T v, int distance) {
+      const int lane = thread_ % 32;
+      return T(exchange(kShuffle, uint64_t(v))[lane < distance ? lane : lane - distance]);
+    }
+    template <class T>
+    T shuffle_xor(T v, int mask) {
+      return T(exchange(kShuffle, uint64_t(v))[thread_ % 32 ^ mask]);
+    }
+    void add(uint32_t* to, uint32_t v) { *to += v; }
+    template <class T>
+    void store(T* to, const T& v) {
+      *to = v;
+    }
+
+   private:
+    // Two halves by turns: one is written again only after all lanes have met in the other.
+    const uint64_t* exchange(int kind, uint64_t v) {
+      half_ ^= 1;
+      return block_.wait_warp(kind, half_, v);
+    }
+
+    FiberBlock& block_;
+    const int thread_;
+    int half_ = 0;
+  };
+
+ private:
+  static constexpr size_t kStackBytes = 64 * 1024;
+  enum { kSync, kBallot, kShuffle };
+
+  struct Fiber {
+    ucontext_t context;
+  };
+  struct Warp {
+    int arrived = 0, kind = 0;
+    uint64_t values[2][32];
+  };
+
+  static void start(uint32_t high, uint32_t low, int thread) {
+    auto* self = reinterpret_cast<FiberBlock*>(uintptr_t(high) << 32 | low);
+    Thread t(*self, thread);
+    (*self->body_)(t);
+    ++self->done_;
+  }
+
+  void suspend() { swapcontext(&fibers_[size_t(running_)].context, &scheduler_); }
+
+  void wait_block() {
+    if (++waiting_ == kThreads) {
+      waiting_ = 0;
+      for (int t = 0; t < kThreads; ++t) ready_.push_back(t);
+    }
+    suspend();
+  }
+
+  const uint64_t* wait_warp(int kind, int half, uint64_t v) {
+    Warp& warp = warps_[size_t(running_ / 32)];
+    if (warp.arrived == 0) warp.kind = kind;
+    if (warp.kind != kind) error_ = "lanes of a warp meet in different operations";
+    warp.values[half][running_ % 32] = v;
+    if (++warp.arrived == 32) {
+      warp.arrived = 0;
+      for (int lane = 0; lane < 32; ++lane) ready_.push_back(running_ / 32 * 32 + lane);
+    }
+    suspend();
+    return warp.values[half];
+  }
+
+  const std::function<void(Thread&)>* body_ = nullptr;
+  std::minstd_rand random_;
+  std::vector<char> stacks_;
+  std::vector<Fiber> fibers_;
+  std::vector<Warp> warps_;
+  std::vector<int> ready_;
+  ucontext_t scheduler_{};
+  std::string error_;
+  int running_ = 0, waiting_ = 0, done_ = 0;
+};
+
+}  // namespace fi::test

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import examples
 import pytest
 import torch
+from append_caches import LAYOUTS, caches
 from hypothesis import given
 from hypothesis import strategies as st
 from numeric import assert_bitwise_equal
@@ -92,7 +93,7 @@ def test_float_caches_hold_special_values(source: torch.dtype, dtype: torch.dtyp
     dims=st.tuples(st.integers(1, 80), st.integers(1, 80)),
     page_size=st.integers(1, 17),
     pages=st.integers(1, 6),
-    layout=st.sampled_from(["separate", "packed", "heads first", "contiguous"]),
+    layout=st.sampled_from(LAYOUTS),
     source=st.sampled_from(SOURCES),
     dtype=st.sampled_from(CACHES),
     scales=st.sampled_from(["one", "number", "per head"]),
@@ -113,12 +114,11 @@ def test_only_the_slots_change(
     seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    page_size = 1 if layout == "contiguous" else page_size
     tokens = min(tokens, pages * page_size)
     slots = torch.randperm(pages * page_size, generator=generator)[:tokens]
     slots[torch.rand(tokens, generator=generator) < 0.2] = -1
     dim, dim_v = dims
-    k_cache, v_cache = caches(layout, pages, page_size, heads, dim, dim_v, dtype)
+    k_cache, v_cache = caches(layout, pages, page_size, heads, dims, (dtype, dtype))
     key = torch.randn(tokens + padding, heads, dim, generator=generator).to(source)
     value = torch.randn(tokens + padding, heads, dim_v, generator=generator).to(source)
     k_scale, v_scale = {
@@ -136,26 +136,6 @@ def test_only_the_slots_change(
     append_kv(key, value, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
     for name, cache, expected in zip(("k_cache", "v_cache"), (k_cache, v_cache), wanted, strict=True):
         assert_bitwise_equal(name, cache.double().reshape(expected.shape), expected)
-
-
-def caches(
-    layout: str, pages: int, page_size: int, heads: int, dim: int, dim_v: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Caches full of 1.5 in one of the layouts of serving engines."""
-    if layout == "contiguous":
-        return torch.full((pages, heads, dim), 1.5).to(dtype), torch.full((pages, heads, dim_v), 1.5).to(
-            dtype
-        )
-    if layout == "separate":
-        return (
-            torch.full((pages, page_size, heads, dim), 1.5).to(dtype),
-            torch.full((pages, page_size, heads, dim_v), 1.5).to(dtype),
-        )
-    if layout == "packed":
-        both = torch.full((pages, page_size, heads, dim + dim_v), 1.5).to(dtype)
-    else:
-        both = torch.full((pages, heads, page_size, dim + dim_v), 1.5).to(dtype).transpose(1, 2)
-    return both[..., :dim], both[..., dim:]
 
 
 def test_many_tokens_on_many_threads() -> None:

@@ -13,32 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numeric import assert_bitwise_equal, assert_close, assert_lse_close
-from torch import Tensor
+from union import exact_union, states
 
 from fi_backend.core.merge import merge_state, merge_states
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INF = math.inf
-
-
-def exact_union(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Union over dimension 1 in float64; the third result is the amplitude of each sum."""
-    o, lse = o.double(), lse.double()
-    empty = torch.isneginf(lse)
-    # Weights are normalised by their sum: log(2) vanishes beside a logarithm of 1e30.
-    top = torch.where(empty.all(1), 0.0, lse.amax(1))
-    weight = torch.where(empty, 0.0, torch.exp(lse - top[:, None]))
-    weight = (weight / torch.where(empty.all(1), 1.0, weight.sum(1))[:, None])[..., None]
-    terms = torch.where(empty[..., None], 0.0, o) * weight
-    return terms.sum(1), torch.logsumexp(lse, dim=1), terms.abs().sum(1)
-
-
-def states(
-    n: int, parts: int, heads: int, dim: int, dtype: torch.dtype, seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    o = torch.randn(n, parts, heads, dim, generator=generator).to(dtype)
-    return o, torch.randn(n, parts, heads, generator=generator) * 5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

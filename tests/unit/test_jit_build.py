@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,16 @@ def test_several_modules_are_built_in_one_run(
     assert [path.parent.name.rpartition("-")[0] for path in libraries] == ["tiny_0", "tiny_1", "tiny_2"]
     assert "compiling 3 modules (6 objects)" in capfd.readouterr().err
     assert [load(spec).scaled(1.0) for spec in specs] == [10.0, 11.0, 12.0]
+
+
+def test_modules_share_an_object_that_is_the_same(
+    cache: Path, tiny: TinyModule, capfd: pytest.CaptureFixture[str]
+) -> None:
+    same = [replace(tiny.spec(name=name), generated=()) for name in ("one", "two")]
+    (tiny.folder / "offset.h").write_text("#define OFFSET 0.25\n")
+    build_all([*same, replace(same[0], name="three", defines=(("FACTOR", "2.0"),))])
+    assert "compiling 3 modules (4 objects)" in capfd.readouterr().err
+    assert [load(spec).scaled(1.0) for spec in same] == [10.25, 10.25]
 
 
 def test_error_shows_command_output_and_log(cache: Path, tiny: TinyModule) -> None:

@@ -34,11 +34,15 @@ class Target:
 
 
 def write_build_file(path: Path, targets: list[Target]) -> int:
-    """Write the generated headers and the build file of `targets`; return the number of objects."""
+    """Write the generated headers and the build file of `targets`; return the number of objects.
+
+    Modules that compile a source in the same way share its object: a binding may be the same for many
+    CUDA targets, and takes as long as a kernel.
+    """
     lines = ["ninja_required_version = 1.3"]
     ffi = ffi_library()
     includes = [f"-I{folder}" for folder in include_dirs()]
-    objects = 0
+    objects: dict[tuple[str, ...], Path] = {}
     for target in targets:
         spec = target.spec
         tools = toolchain(spec.arch, portable=target.portable)
@@ -47,26 +51,28 @@ def write_build_file(path: Path, targets: list[Target]) -> int:
             file = generated / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
-        common = [f"-I{generated}", *includes, *(f"-D{name}={value}" for name, value in spec.defines)]
+        common = [*includes, *(f"-D{name}={value}" for name, value in spec.defines)]
+        if spec.generated:
+            common.insert(0, f"-I{generated}")
         outputs = []
         for number, source in enumerate(spec.source_paths()):
-            output = target.folder / f"{number}_{source.stem}.o"
             if source.suffix == ".cu":
                 assert tools.nvcc is not None, "ModuleSpec admits .cu only with a CUDA arch"
                 command = [tools.nvcc, *tools.nvcc_flags, *common]
             else:
                 binding = BIND_FLAGS if source.parent.name == "bind" else ()
                 command = [tools.cxx, *tools.cxx_flags, *binding, *common]
-            command += ["-c", str(source), "-o", str(output)]
-            lines += _edge(f"r{len(lines)}", command, [source], output)
+            command += ["-c", str(source)]
+            if (output := objects.get(tuple(command))) is None:
+                output = objects[tuple(command)] = target.folder / f"{number}_{source.stem}.o"
+                lines += _edge(f"r{len(lines)}", [*command, "-o", str(output)], [source], output)
             outputs.append(output)
         # -fopenmp is absent on purpose: it would link a second OpenMP runtime (openmp.py).
         command = [tools.cxx, "-shared", *map(str, outputs), "-o", str(target.library)]
         command += [*tools.link_flags, f"-L{ffi.parent}", "-ltvm_ffi", f"-Wl,-rpath,{ffi.parent}"]
         lines += _edge(f"r{len(lines)}", command, outputs, target.library)
-        objects += len(outputs)
     path.write_text("\n".join(lines) + "\n")
-    return objects
+    return len(objects)
 
 
 def run_build_file(path: Path, on_step: Callable[[int, int], None], log: Path) -> int:

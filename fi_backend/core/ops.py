@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,10 +26,8 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
     torch.library.register_fake(f"fi_backend::{name}", fake, lib=_LIBRARY)
 
 
-@lru_cache(maxsize=256)
-def _cached_scale(value: float, device: torch.device) -> Tensor:
-    # Filled on the device: a copy from pageable memory would wait for it.
-    return torch.full((1,), value, dtype=torch.float32, device=device)
+# Nothing is ever dropped: captured graphs hold the addresses.
+_scales: dict[tuple[float, torch.device], Tensor] = {}
 
 
 def scale_tensor(name: str, value: float | Tensor, device: torch.device) -> Tensor:
@@ -42,4 +39,12 @@ def scale_tensor(name: str, value: float | Tensor, device: torch.device) -> Tens
     # Dynamo traces through a cache and warns about it.
     if torch.compiler.is_compiling():
         return torch.full((1,), value, dtype=torch.float32, device=device)
-    return _cached_scale(float(value), device)
+    key = float(value), device
+    if (tensor := _scales.get(key)) is None:
+        # Filled on the device: a copy from pageable memory would wait for it.
+        tensor = torch.full((1,), value, dtype=torch.float32, device=device)
+        # What a graph allocates holds its value only after the first replay.
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return tensor
+        _scales[key] = tensor
+    return tensor

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from append_caches import caches, storage_bytes
+from append_caches import caches, full, storage_bytes
 from append_pairs import CUDA, on_cuda, on_host
 from numeric import assert_bitwise_equal
 from torch import Tensor
@@ -56,6 +56,21 @@ def test_a_captured_append_reads_new_slots_and_scales(debug: str, monkeypatch: p
         graph.replay()
         on_host(*new, *expected, new_slots, k_scale=new_scale)
         assert torch.equal(storage_bytes(actual[0]), storage_bytes(expected[0])), f"replay {step}"
+
+
+def test_a_scale_first_seen_while_capturing_is_right_before_any_replay() -> None:
+    cache, other = (full((4, 8, 2, 64), torch.bfloat16, CUDA) for _ in range(2))
+    x, slots = torch.randn(9, 2, 64, device=CUDA), torch.arange(9, device=CUDA)
+    append_kv(x, x, cache, cache, slots)  # loads the module
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        append_kv(x, x, cache, cache, slots, k_scale=0.8125, v_scale=0.8125)
+    append_kv(x, x, other, other, slots, k_scale=0.8125, v_scale=0.8125)
+    # A division by a number is a multiplication by its reciprocal to torch on CUDA.
+    expected = (x.cpu() / torch.tensor([0.8125])).bfloat16()
+    assert_bitwise_equal("eager", other.flatten(0, 1)[:9].cpu(), expected)
+    graph.replay()
+    assert_bitwise_equal("replayed", cache.flatten(0, 1)[:9].cpu(), expected)
 
 
 def test_the_call_neither_waits_nor_allocates_and_uses_the_current_stream() -> None:

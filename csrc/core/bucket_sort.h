@@ -2,19 +2,9 @@
 // A stable counting sort by a thread block, one key a thread and round: first all keys are counted, then a
 // round after the other learns where its keys go.
 #pragma once
-#include <bit>
-
 #include "collectives.h"
 
 namespace fi {
-
-FI_DEVICE int count_bits(uint32_t v) {
-#if defined(__CUDA_ARCH__)
-  return __popc(v);
-#else
-  return std::popcount(v);
-#endif
-}
 
 template <int kWarps, int kBuckets>
 struct BucketSortMemory {
@@ -89,20 +79,16 @@ class BucketSort {
   }
 
   FI_DEVICE void scan_positions() {
-    constexpr int kEach = kBuckets / kWarp;
-    uint32_t* mine = m_.position + lane_ * kEach;
-    uint32_t sum = 0;
-    for (int i = 0; i < kEach; ++i) sum += mine[i];
-    uint32_t before = sum;
-    for (int d = 1; d < kWarp; d *= 2) {
-      const uint32_t left = block_.shuffle_up(before, d);
-      if (lane_ >= d) before += left;
-    }
-    before -= sum;
-    for (int i = 0; i < kEach; ++i) {
-      const uint32_t count = mine[i];
-      mine[i] = before;
-      before += count;
+    uint32_t before = 0;
+    for (int base = 0; base < kBuckets; base += kWarp) {
+      const uint32_t own = m_.position[base + lane_];
+      uint32_t sum = own;
+      for (int d = 1; d < kWarp; d *= 2) {
+        const uint32_t left = block_.shuffle_up(sum, d);
+        if (lane_ >= d) sum += left;
+      }
+      m_.position[base + lane_] = before + sum - own;
+      before += block_.shuffle(sum, kWarp - 1);
     }
   }
 

@@ -156,8 +156,8 @@ class DevicePlanner {
         if (kv_len < 0 || kv_len > c_.limits.max_kv_len) bad |= kFaultKvLens;
         if (!bad) {
           const uint32_t rows = uint32_t((last - first) * c_.group);
-          const uint32_t height = uint32_t(tile_height(query_tile(c_, rows)));
-          count[0] = (rows + height - 1) / height;
+          const int kind = query_tile(c_, rows);
+          count[0] = (rows + uint32_t(tile_height(kind)) - 1) >> tile_log2(kind);
           if (count[0] > 1) bad |= kSeveralTiles;
         }
         found |= bad;
@@ -173,8 +173,11 @@ class DevicePlanner {
       if (last - first > c_.limits.max_tokens) found |= kFaultTokens;
     }
     num_tiles_ = int32_t(carry);
-    longest_ = all_.reduce(longest, Max{}, 0);
-    return all_.reduce(found, Or{}, 0u);
+    all_.post(0, block_.warp_max(uint32_t(longest)));
+    all_.post(1, block_.warp_or(found));
+    all_.meet();
+    longest_ = int32_t(block_.warp_max(uint32_t(all_.posted(0))));
+    return block_.warp_or(uint32_t(all_.posted(1)));
   }
 
   template <class Tiles>
@@ -209,7 +212,9 @@ class DevicePlanner {
         const int32_t r = find_last(tile_begin, a_.num_requests, t);
         if (tile_begin[r + 1] - tile_begin[r] > 1) make(r, t, t - tile_begin[r]);
       }
-    return all_.reduce(total, Sum{}, int64_t(0));
+    all_.post(0, warp_sum64(block_, total));
+    all_.meet();
+    return warp_sum64(block_, all_.posted(0));
   }
 
   // Fills m_.chunk and returns which candidate to take.
@@ -240,17 +245,17 @@ class DevicePlanner {
       load += s.items * s.cost;
       largest = s.cost > largest ? s.cost : largest;
     }
-    load = warp_reduce(block_, load, Sum{});
-    largest = warp_reduce(block_, largest, Max{});
+    load = warp_sum64(block_, load);
+    largest = warp_max64(block_, largest);
     if (lane_ == 0) {
       m_.load[warp_] = load;
       m_.largest[warp_] = largest;
     }
     block_.sync();
-    largest = warp_reduce(block_, m_.largest[candidate * kGroup + lane_ % kGroup], Max{});
+    largest = warp_max64(block_, m_.largest[candidate * kGroup + lane_ % kGroup]);
     for (int32_t t = first; t < num_tiles_; t += kCandidateThreads)
       if (const Share s = share(t); is_large(s.cost, largest)) large += s.items;
-    large = warp_reduce(block_, large, Sum{});
+    large = warp_sum64(block_, large);
     if (lane_ == 0) m_.large[warp_] = large;
     block_.sync();
     if (warp_ == 0) compare_candidates();
@@ -313,7 +318,9 @@ class DevicePlanner {
         for (int k = 0; k < 4; ++k) use[k] = saturating_add(use[k], total[k]);
         if (t < num_tiles_) keep_split(tiles, t, s, before, q_rows);
       }
-      greatest = all_.reduce(greatest, Max{}, 0u);
+      all_.post(0, block_.warp_max(greatest));
+      all_.meet();
+      greatest = block_.warp_max(uint32_t(all_.posted(0)));
       if (int32_t(use[0]) <= cap.items && int32_t(use[1]) <= cap.units && int32_t(use[2]) <= cap.parts &&
           int32_t(use[3]) <= cap.partial_rows)
         return greatest;

@@ -36,6 +36,8 @@ FI_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; 
 
 FI_HOST_DEVICE int32_t tile_height(int kind) { return kind == 0 ? 1 : 8 << kind; }
 
+FI_HOST_DEVICE int tile_log2(int kind) { return kind == 0 ? 0 : 3 + kind; }
+
 // Chunk borders are multiples of it.
 FI_HOST_DEVICE uint32_t chunk_align(const PlannerConfig& c) {
   return uint32_t(c.invariant_grid > 0 ? c.invariant_grid : c.granule);
@@ -160,7 +162,7 @@ FI_HOST_DEVICE WorkItem make_item(const PlannerConfig& c, const Tile& t, const S
   const uint8_t flags = uint8_t((chunk == 0 ? kFirstChunk : 0) | (last ? kLastChunk : 0));
   return {0,
           flags,
-          uint8_t(t.kind == 0 ? 0 : 3 + t.kind),
+          uint8_t(tile_log2(t.kind)),
           t.q_rows,
           t.request,
           t.q_begin,

@@ -6,7 +6,8 @@
 namespace fi::cuda {
 namespace {
 
-constexpr int kPlanThreads = 1024;
+// Enough for a tile a thread of most steps; more warps would make every barrier and shuffle wait for longer.
+constexpr int kPlanThreads = 512;
 constexpr uint32_t kAllLanes = 0xffffffff;
 
 class CudaBlock {
@@ -25,10 +26,9 @@ class CudaBlock {
   __device__ __forceinline__ T shuffle_up(T v, int distance) {
     return __shfl_up_sync(kAllLanes, v, distance);
   }
-  template <class T>
-  __device__ __forceinline__ T shuffle_xor(T v, int mask) {
-    return __shfl_xor_sync(kAllLanes, v, mask);
-  }
+  __device__ __forceinline__ uint32_t warp_sum(uint32_t v) { return __reduce_add_sync(kAllLanes, v); }
+  __device__ __forceinline__ uint32_t warp_max(uint32_t v) { return __reduce_max_sync(kAllLanes, v); }
+  __device__ __forceinline__ uint32_t warp_or(uint32_t v) { return __reduce_or_sync(kAllLanes, v); }
   __device__ __forceinline__ void add(uint32_t* to, uint32_t v) { atomicAdd(to, v); }
   __device__ __forceinline__ void store(WorkItem* to, const WorkItem& item) {
     const auto* words = reinterpret_cast<const int4*>(&item);

@@ -38,5 +38,5 @@ void plan(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorVie
 }  // namespace fi::test
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_128, fi::test::plan<128>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_1024, fi::test::plan<1024>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_512, fi::test::plan<512>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_words, fi::bind::device_workspace_words);

@@ -74,9 +74,14 @@ class FiberBlock {
       const int lane = thread_ % 32;
       return T(exchange(kShuffle, uint64_t(v))[lane < distance ? lane : lane - distance]);
     }
-    template <class T>
-    T shuffle_xor(T v, int mask) {
-      return T(exchange(kShuffle, uint64_t(v))[thread_ % 32 ^ mask]);
+    uint32_t warp_sum(uint32_t v) {
+      return reduce(kSum, v, [](uint32_t a, uint32_t b) { return a + b; });
+    }
+    uint32_t warp_max(uint32_t v) {
+      return reduce(kMax, v, [](uint32_t a, uint32_t b) { return a > b ? a : b; });
+    }
+    uint32_t warp_or(uint32_t v) {
+      return reduce(kOr, v, [](uint32_t a, uint32_t b) { return a | b; });
     }
     void add(uint32_t* to, uint32_t v) { *to += v; }
     template <class T>
@@ -91,6 +96,13 @@ class FiberBlock {
       return block_.wait_warp(kind, half_, v);
     }
 
+    template <class F>
+    uint32_t reduce(int kind, uint32_t v, F f) {
+      const uint64_t* values = exchange(kind, v);
+      for (int i = 0; i < 32; ++i) v = i == 0 ? uint32_t(values[0]) : f(v, uint32_t(values[i]));
+      return v;
+    }
+
     FiberBlock& block_;
     const int thread_;
     int half_ = 0;
@@ -98,7 +110,7 @@ class FiberBlock {
 
  private:
   static constexpr size_t kStackBytes = 64 * 1024;
-  enum { kSync, kBallot, kShuffle };
+  enum { kSync, kBallot, kShuffle, kSum, kMax, kOr };
 
   struct Fiber {
     ucontext_t context;

@@ -72,9 +72,8 @@ def _exact(
     """Return float64 [rows, num_qo_heads, dim]; row i sees the first visible[i] keys."""
     spec = problem.spec
     pages = problem.block_table[request, : -(-kv_len // spec.page_size)].long()
-    # By way of float32, which holds every value: there is no conversion from fp8 to float64 everywhere.
     key, value = (
-        cache[pages].reshape(-1, spec.num_kv_heads, cache.shape[-1])[:kv_len].float().double().transpose(0, 1)
+        _rows(cache, pages).view(-1, spec.num_kv_heads, cache.shape[-1])[:kv_len].double().transpose(0, 1)
         for cache in problem.layers[layer]
     )
     n = len(rows)
@@ -89,3 +88,10 @@ def _exact(
         .permute(1, 0, 2, 3)
         .reshape(n, spec.num_qo_heads, -1)
     )
+
+
+def _rows(cache: Tensor, pages: Tensor) -> Tensor:
+    """Return cache[pages] in float32, which holds every value; fp8 cannot be indexed everywhere."""
+    if cache.dtype.itemsize == 1:
+        return cache.view(torch.uint8)[pages].view(cache.dtype).float()
+    return cache[pages].float()

@@ -88,7 +88,7 @@ class Fa3Cascade(_Fa3):
 
         upper = _Call(
             problem,
-            qo_indptr=vector([0, *(prefix.last for prefix in problem.prefixes)]),
+            qo_indptr=problem.qo_indptr[[0, *(prefix.last for prefix in problem.prefixes)]],
             kv_lens=vector([prefix.tokens for prefix in problem.prefixes]),
             block_table=problem.block_table[[prefix.first for prefix in problem.prefixes]].contiguous(),
             causal=False,

@@ -154,7 +154,7 @@ class Cascade(_FlashInfer):
 
         wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, _workspace(device), "NHD")
         wrapper.plan(
-            [vector([0, *(each.last for each in problem.prefixes)]), problem.qo_indptr],
+            [problem.qo_indptr[[0, *(each.last for each in problem.prefixes)]], problem.qo_indptr],
             [starts(shared), starts(own)],
             [torch.cat(shared), torch.cat(own)],
             [vector([page_size] * len(shared)), last],

@@ -20,6 +20,7 @@ from fi_backend.core.plan import PLAN_MAGIC, PLAN_VERSION, Plan
 from fi_backend.core.planner import Limits, Planner
 from fi_backend.core.spec import AttentionSpec
 
+GUARD = 4096
 SOURCE = Path(__file__).with_name("native") / "device_plan_host.cc"
 
 
@@ -32,13 +33,17 @@ def module() -> Any:
 def plan_as_device(
     planner: Planner, qo_indptr: torch.Tensor, kv_lens: torch.Tensor, threads: int, seed: int = 1
 ) -> Plan:
-    """Plan in a block of `threads` over memory that holds garbage."""
+    """Plan in a block of `threads` over memory that holds garbage, and check the memory behind."""
     native = module()
-    words = native.workspace_words(planner.config)
-    workspace = torch.full((words,), seed % 127 * 0x01010101, dtype=torch.int32)
-    buffer = torch.full((planner.layout.total,), 0xA5, dtype=torch.uint8)
-    getattr(native, f"plan_{threads}")(planner.config, qo_indptr, kv_lens, workspace, buffer, seed)
-    return Plan(buffer.numpy(), planner.layout)
+    words, size = native.workspace_words(planner.config), planner.layout.total
+    garbage = seed % 127 * 0x01010101
+    workspace = torch.full((words + GUARD,), garbage, dtype=torch.int32)
+    buffer = torch.full((size + GUARD,), 0xA5, dtype=torch.uint8)
+    plan = getattr(native, f"plan_{threads}")
+    plan(planner.config, qo_indptr, kv_lens, workspace[:words], buffer[:size], seed)
+    assert (workspace[words:] == garbage).all()
+    assert (buffer[size:] == 0xA5).all()
+    return Plan(buffer[:size].numpy(), planner.layout)
 
 
 def zeros(planner: Planner) -> bytes:

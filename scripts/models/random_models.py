@@ -33,32 +33,32 @@ _LLAMA_LIKE = {
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "head_dim": 32,
     "max_position_embeddings": MAX_POSITIONS,
     "tie_word_embeddings": False,
 }
 
 
-def _llama() -> Any:
+def _llama(head_dim: int = 32) -> Any:
     """Grouped-query attention without anything special."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(**_LLAMA_LIKE)
+    return LlamaConfig(**_LLAMA_LIKE, head_dim=head_dim)
 
 
-def _mistral() -> Any:
+def _mistral(head_dim: int = 80) -> Any:
     """A sliding window in every layer; a head size that is no power of two."""
     from transformers import MistralConfig
 
-    return MistralConfig(**{**_LLAMA_LIKE, "head_dim": 80}, sliding_window=WINDOW)
+    return MistralConfig(**_LLAMA_LIKE, head_dim=head_dim, sliding_window=WINDOW)
 
 
-def _gemma2() -> Any:
+def _gemma2(head_dim: int = 32) -> Any:
     """Soft caps, windows in every other layer, a scale that is not head_dim ** -0.5."""
     from transformers import Gemma2Config
 
     return Gemma2Config(
         **{**_LLAMA_LIKE, "num_hidden_layers": 4, "tie_word_embeddings": True},
+        head_dim=head_dim,
         sliding_window=WINDOW,
         attn_logit_softcapping=4.0,
         final_logit_softcapping=30.0,
@@ -66,12 +66,13 @@ def _gemma2() -> Any:
     )
 
 
-def _granite() -> Any:
+def _granite(head_dim: int = 32) -> Any:
     """Sinks in every layer, windows in two of three."""
     from transformers import GraniteConfig
 
     return GraniteConfig(
         **_LLAMA_LIKE,
+        head_dim=head_dim,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         attention_sinks=True,
@@ -79,14 +80,14 @@ def _granite() -> Any:
     )
 
 
-def _bloom() -> Any:
+def _bloom(head_dim: int = 32) -> Any:
     """ALiBi, multi-head attention."""
     from transformers import BloomConfig
 
-    return BloomConfig(**_COMMON, hidden_size=256, n_layer=3, n_head=8, seq_length=MAX_POSITIONS)
+    return BloomConfig(**_COMMON, hidden_size=8 * head_dim, n_layer=3, n_head=8, seq_length=MAX_POSITIONS)
 
 
-KINDS: dict[str, Callable[[], Any]] = {
+KINDS: dict[str, Callable[..., Any]] = {
     "llama": _llama,
     "mistral": _mistral,
     "gemma2": _gemma2,
@@ -95,11 +96,11 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
-def make(folder: Path, kind: str) -> None:
-    """Write the model `kind` of KINDS, in float32, into `folder`."""
+def make(folder: Path, kind: str, *, head_dim: int | None = None) -> None:
+    """Write the model `kind` of KINDS, in float32, into `folder`; head_dim: other than the kind's own."""
     from transformers import AutoModelForCausalLM
 
-    config = KINDS[kind]()
+    config = KINDS[kind]() if head_dim is None else KINDS[kind](head_dim)
     torch.manual_seed(20)
     model = AutoModelForCausalLM.from_config(config).to(torch.float32)
     state = dict(model.state_dict())

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,16 +47,24 @@ def copy_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the function (kind) -> folder of a model of fixed random weights."""
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return the function (kind, head_dim=None) -> folder of a model of fixed random weights."""
     root = tmp_path_factory.mktemp("random")
 
     @cache
-    def make(kind: str) -> Path:
-        random_models.make(root / kind, kind)
-        return root / kind
+    def make(kind: str, head_dim: int | None = None) -> Path:
+        folder = root / f"{kind}-{head_dim}"
+        random_models.make(folder, kind, head_dim=head_dim)
+        return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def chosen_runs(pytestconfig: pytest.Config) -> Callable[[Iterable[str]], list[str]]:
+    """Return the function (names of runs) -> those that --vllm-runs chooses."""
+    wanted = pytestconfig.getoption("--vllm-runs").split(";")
+    return lambda names: [name for name in names if any(text in name for text in wanted)]
 
 
 @pytest.fixture(scope="session")

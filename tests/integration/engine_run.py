@@ -6,7 +6,7 @@ usage: engine_run.py JOB.json RESULT.json
 JOB: {"preload": [modules whose install() is called first],
       "keep_going": whether later runs follow one that failed,
       "runs": [{"llm": arguments of vllm.LLM, "sabotage": null or a name of SABOTAGE,
-                "environment": variables for this run,
+                "environment": variables for this run, "sinks": whether every layer gets sinks,
                 "batches": [{"prompts": [[token ids]], "max_tokens": n, "prompt_logprobs": bool,
                              "sampling": more of SamplingParams}]}]}
 RESULT: a list of one object a run, see `_run`; {"error": traceback} of a run that failed.
@@ -67,15 +67,16 @@ def _run(run: dict[str, Any]) -> dict[str, Any]:
 
     before = asdict(counters().snapshot())
     started = time.perf_counter()
-    llm = LLM(
-        **{
-            "disable_log_stats": False,
-            "enforce_eager": True,
-            "skip_tokenizer_init": True,
-            "seed": 0,
-            **run["llm"],
-        }
-    )
+    with _sinks_in_every_layer() if run.get("sinks") else nullcontext():
+        llm = LLM(
+            **{
+                "disable_log_stats": False,
+                "enforce_eager": True,
+                "skip_tokenizer_init": True,
+                "seed": 0,
+                **run["llm"],
+            }
+        )
     ready = time.perf_counter()
     with SABOTAGE[run.get("sabotage")]():
         batches = [_generate(llm, batch) for batch in run["batches"]]
@@ -102,6 +103,20 @@ def _run(run: dict[str, Any]) -> dict[str, Any]:
     gc.collect()
     cleanup_dist_env_and_memory()
     return result
+
+
+def _sinks_in_every_layer() -> AbstractContextManager[Any]:
+    """Give attention sinks to the layers of a model that has none: few small models come with them."""
+    import torch
+    from vllm.model_executor.layers.attention import Attention
+
+    original = Attention.__init__
+
+    def with_sinks(self: Any, num_heads: int, *args: Any, **kwargs: Any) -> None:
+        values = torch.linspace(1, 4, num_heads, dtype=torch.get_default_dtype())
+        original(self, num_heads, *args, **{"sinks": torch.nn.Parameter(values), **kwargs})
+
+    return patch.object(Attention, "__init__", with_sinks)
 
 
 def _generate(llm: Any, batch: dict[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,13 @@ model at its attention layers (the compile back end "eager"), as FULL_AND_PIECEW
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import Engine, copy_questions
+from engines import Engine, copy_questions, result_of
 
 from models import copy_llama
 
@@ -106,11 +107,10 @@ def _shared() -> tuple[list[list[int]], list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def results(
-    engine: Engine, copy_model: Callable[..., Path], pytestconfig: pytest.Config
+    engine: Engine, copy_model: Callable[..., Path], chosen_runs: Callable[..., list[str]]
 ) -> Callable[[str], dict[str, Any]]:
     """Return the function (name of a run) -> its result; all chosen runs are over by then."""
-    wanted = pytestconfig.getoption("--vllm-runs").split(";")
-    names = [name for name in RUNS if any(text in name for text in wanted)]
+    names = chosen_runs(RUNS)
     prompts, _ = copy_questions(CONTEXTS, ANSWER)
     runs = []
     for changes in map(RUNS.__getitem__, names):
@@ -130,15 +130,7 @@ def results(
         runs.append({**run, "llm": llm, "batches": [{"prompts": p, "max_tokens": ANSWER} for p in batches]})
     found = dict(zip(names, engine(*runs, keep_going=True, timeout=1200), strict=True))
     print(_table(found))
-
-    def result(name: str) -> dict[str, Any]:
-        if name not in found:
-            pytest.skip("not chosen by --vllm-runs")
-        if "error" in found[name]:
-            pytest.fail(found[name]["error"], pytrace=False)
-        return found[name]
-
-    return result
+    return partial(result_of, found)
 
 
 def _table(found: dict[str, dict[str, Any]]) -> str:

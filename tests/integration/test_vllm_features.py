@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from engines import Engine, assert_served
-
-from models import copy_llama, random_models
+from engines import Engine, assert_served, feature_prompts, prompt_logprobs
 
 pytestmark = pytest.mark.engine
 
@@ -19,12 +16,6 @@ LAYERS = {"llama": 3, "mistral": 3, "gemma2": 4, "granite": 3, "bloom": 3}
 TOLERANCE = 1e-3  # of a log-probability in float32; a softmax scale two percent off makes it far more
 GENERATED = 24
 BACK_ENDS = ("fi", "CPU_ATTN")
-
-
-def _prompts() -> list[list[int]]:
-    """Short, longer than the sliding windows, and longer than a step's budget of tokens."""
-    lengths = (1, 7, random_models.WINDOW - 3, random_models.WINDOW + 3, 150, 500)
-    return [list(copy_llama.text_without_repeats(max(length, 2), length))[:length] for length in lengths]
 
 
 def _run(model: Path, back_end: str, **llm: Any) -> dict[str, Any]:
@@ -40,7 +31,7 @@ def _run(model: Path, back_end: str, **llm: Any) -> dict[str, Any]:
         "kv_cache_memory_bytes": 2**25,
         **llm,
     }
-    batch = {"prompts": _prompts(), "max_tokens": GENERATED, "prompt_logprobs": True}
+    batch = {"prompts": feature_prompts(), "max_tokens": GENERATED, "prompt_logprobs": True}
     return {"llm": arguments, "sabotage": sabotage, "batches": [batch]}
 
 
@@ -85,11 +76,7 @@ def test_a_scale_slightly_off_is_seen(results: Any) -> None:
 @pytest.mark.parametrize("dtype", NARROW)
 def test_narrow_kv_caches_lose_no_more_than_vllms_own(results: Any, dtype: str) -> None:
     """Rounding to these dtypes moves the numbers; it must not move ours further than vLLM's."""
-    exact = _prompt_logprobs(results["llama", "CPU_ATTN"])
+    exact = prompt_logprobs(results["llama", "CPU_ATTN"])
     assert_served(results[dtype, "fi"], LAYERS["llama"])
-    lost = [(_prompt_logprobs(results[dtype, back_end]) - exact).abs().mean() for back_end in BACK_ENDS]
+    lost = [(prompt_logprobs(results[dtype, back_end]) - exact).abs().mean() for back_end in BACK_ENDS]
     assert 0 < lost[0] < 1.25 * lost[1], lost
-
-
-def _prompt_logprobs(result: dict[str, Any]) -> torch.Tensor:
-    return torch.tensor([value for prompt in result["batches"][0]["prompt_logprobs"] for value in prompt])

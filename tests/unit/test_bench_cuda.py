@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from fi_backend.benchmarks.cuda import cases as workloads
 from fi_backend.benchmarks.cuda import fa3, flashinfer_peers, measure
 from fi_backend.benchmarks.cuda.cases import Case, contiguous, layers_for, make_problem, slots
+from fi_backend.benchmarks.cuda.ceilings import read_module
 from fi_backend.benchmarks.cuda.exact import Errors, errors, sample_problem
 from fi_backend.benchmarks.cuda.fa3 import own_begins
 from fi_backend.benchmarks.cuda.flashinfer_peers import page_lists
@@ -28,8 +29,10 @@ from fi_backend.benchmarks.peers import Peer, Problem, Run, SharedPrefix
 from fi_backend.benchmarks.workloads import Workload
 from fi_backend.cli import bench_cuda
 from fi_backend.cli.main import app
+from fi_backend.core import jit
+from fi_backend.core.jit.compiler import toolchain
 from fi_backend.core.spec import AttentionSpec
-from fi_backend.errors import UnsupportedError
+from fi_backend.errors import BuildError, UnsupportedError
 
 SPEC = AttentionSpec(4, 2, 64, dtype="bfloat16", page_size=16)
 PREFIXED = Workload(
@@ -410,6 +413,15 @@ def test_the_record_grows_row_by_row(
     assert len(result.stdout.splitlines()) == 5
     assert "small: fi" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["kernels.json"]
+
+
+def test_the_kernel_that_reads_compiles() -> None:
+    try:
+        toolchain("sm_80")
+    except BuildError as error:
+        pytest.skip(f"needs nvcc: {error}")
+    [library] = jit.build_all([read_module("sm_80")])
+    assert library.is_file()
 
 
 def test_without_a_gpu_the_command_says_so() -> None:

@@ -15,12 +15,12 @@ _BYTES = 8 << 30
 _SIDE = 8192
 
 
-def read_module(device: torch.device | str) -> jit.ModuleSpec:
-    """The module with the kernel that only reads."""
+def read_module(arch: str) -> jit.ModuleSpec:
+    """The module with the kernel that only reads, for a CUDA target such as "sm_90a"."""
     return jit.ModuleSpec(
         name="cuda_bench",
         sources=("cuda/read_bandwidth.cu", "bind/cuda_bench.cc"),
-        arch=cuda_arch(device),
+        arch=arch,
     )
 
 
@@ -29,7 +29,7 @@ def cuda_ceilings(device: torch.device, *, repeats: int = 10) -> dict[str, float
 
     On random data, for a product of zeros draws less power and runs faster; medians. Takes 16 GiB.
     """
-    read_all = jit.load(read_module(device)).read_all
+    read_all = jit.load(read_module(cuda_arch(device))).read_all
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     source = torch.empty(_BYTES, dtype=torch.uint8, device=device)
     source.view(torch.int64).random_()

@@ -4,8 +4,6 @@
 Our own operator takes [tokens, heads]; transposing first would charge two more launches to the peer.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

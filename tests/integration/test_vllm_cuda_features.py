@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-# llama: grouped heads; mistral: windows; gemma2: caps, and windows in one of two groups of caches; bloom: ALiBi.
+# llama: grouped heads; mistral: windows; gemma2: caps, and two groups of caches, one windowed; bloom: ALiBi.
 HEAD_DIMS = {"llama": 64, "mistral": 80, "gemma2": 64, "bloom": 64, "sinks": 64}
 NARROW = ("fp8", "fp8_e5m2")
 REFERENCE, THEIRS, EAGER, GRAPHS = "Triton float32", "Triton bfloat16", "fi eager", "fi FULL"

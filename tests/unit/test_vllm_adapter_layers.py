@@ -25,7 +25,7 @@ from vllm_step import (
 )
 
 from fi_backend.adapters.vllm import workspace
-from fi_backend.core import append, jit, kernels, planner
+from fi_backend.core import jit, kernels, ops_module, planner
 from fi_backend.core.counters import counters
 from fi_backend.errors import UnsupportedError
 
@@ -40,7 +40,8 @@ def test_building_a_layer_allocates_the_scratch_memory_and_loads_the_kernels(
 ) -> None:
     """Both happen before vLLM measures the memory left for the KV cache."""
     monkeypatch.setattr(workspace, "_pool", {})
-    for loaded_once in (append._native, kernels._native, planner.module, workspace._prepare):
+    monkeypatch.setattr(kernels, "_kernels", {})
+    for loaded_once in (ops_module._loaded, planner.module, workspace._prepare):
         loaded_once.cache_clear()
     layer = make_layer(config, "layer")
     (scratch,) = workspace._pool.values()

@@ -202,3 +202,33 @@ def test_a_name_taken_by_another_plugin_is_an_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compat, "BACKEND_PATH", "other.Backend")
     with pytest.raises(RuntimeError, match=r"FI is already registered for fi_backend\."):
         compat.add_enum_member()
+
+
+def test_vllms_cuda_platform_takes_fi() -> None:
+    """vLLM's own selection on a GPU, with a made-up capability: its module imports without a driver."""
+    code = """
+import sys, types
+import vllm
+sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
+import torch
+from fi_backend.adapters.vllm import plugin
+from vllm.platforms.cuda import NonNvmlCudaPlatform as Platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+plugin.register()
+Platform.get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+for dtype in (torch.bfloat16, torch.float32):
+    config = AttentionSelectorConfig(head_size=128, dtype=dtype, kv_cache_dtype="auto", block_size=16)
+    try:
+        print(Platform.get_attn_backend_cls(AttentionBackendEnum["FI"], config, num_heads=8))
+    except ValueError as error:
+        print(error)
+print(torch.cuda.is_initialized())
+"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    chosen, refused, touched = child.stdout.splitlines()[-3:]
+    assert chosen == compat.BACKEND_PATH
+    assert "float32" in refused
+    assert touched == "False"

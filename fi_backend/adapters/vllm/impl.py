@@ -14,12 +14,13 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from fi_backend.core.append import append_kv
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.counters import APPENDED, LAYERS, counters
+from fi_backend.core.support import resolve
 from fi_backend.errors import UnsupportedError
 
 from . import compat
 from .metadata import FiMetadata, LayerKind, layer_kind
 from .translate import layer_spec, refuse_unknown_options, step_limits
-from .workspace import placed, reserve
+from .workspace import reserve
 
 
 class FiAttentionImpl(AttentionImpl[FiMetadata]):
@@ -49,7 +50,7 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
             raise UnsupportedError(f"attn_type: fi runs decoder attention; got {kind}.")
         refuse_unknown_options(options)
         config = get_current_vllm_config()
-        device = placed(config.device_config.device)
+        device = resolve(config.device_config.device)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)

@@ -15,16 +15,10 @@ from fi_backend.core.attention import BatchAttention
 from fi_backend.core.planner import Limits
 from fi_backend.core.prepare import prepare
 from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.support import resolve
 
 _ALIGNMENT = 128
 _pool: dict[torch.device, torch.Tensor] = {}
-
-
-def placed(device: torch.device) -> torch.device:
-    """Return `device` with its index: vLLM names a GPU by its kind alone while it builds the model."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def reserve(spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
@@ -45,7 +39,7 @@ def reserve(spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
 
 def batch_attention(spec: AttentionSpec, limits: Limits, device: torch.device) -> BatchAttention:
     """Return an attention with plans of its own that runs in the shared scratch memory of `device`."""
-    device = placed(device)
+    device = resolve(device)
     reserve(spec, limits, device)
     return _construct(spec, limits, device, _pool[device])
 
@@ -53,8 +47,7 @@ def batch_attention(spec: AttentionSpec, limits: Limits, device: torch.device) -
 @cache
 def _prepare(spec: AttentionSpec, limits: Limits, device: torch.device) -> int:
     """Load the kernels of `spec`; return the bytes of scratch memory that it needs."""
-    if device.type == "cpu":
-        prepare(spec)  # all modules in one parallel run; the calls below would compile one after another
+    prepare(spec, device=device)
     nothing = torch.empty(
         0, spec.num_kv_heads, spec.head_dim, dtype=getattr(torch, spec.dtype), device=device
     )

@@ -105,8 +105,8 @@ def _serves_as_is(runtime: Runtime) -> bool:
         return False
     if not runtime.devices:
         return not runtime.missing
-    # A cache made for one model holds the operators and an attention module, not the whole list.
-    return "planner" in runtime.ready and all(each.ready > 1 for each in runtime.coverage)
+    # A cache made for one model holds planner, operators and an attention module, not the whole list.
+    return "planner" in runtime.ready and all(each.ready > 2 for each in runtime.coverage)
 
 
 def _missing_tools(tools: list[Tool], runtime: Runtime) -> list[Tool]:

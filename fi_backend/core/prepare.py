@@ -13,7 +13,7 @@ from fi_backend.core.spec import AttentionSpec
 def prepare(*specs: AttentionSpec, device: torch.device | str = "cpu") -> None:
     """Build, in one parallel run, the modules that `specs` need on `device`.
 
-    That is: attention, cache appends and merges, and the planner. Returns at once when they are in the
+    That is: attention, cache appends and merges, and the planners. Returns at once when they are in the
     cache. Raises BuildError.
     """
     arch = "cpu" if torch.device(device).type == "cpu" else cuda_arch(device)
@@ -28,5 +28,5 @@ def modules(*specs: AttentionSpec, arch: str) -> list[jit.ModuleSpec]:
     if arch == "cpu":
         attention = [kernels.attention_module(spec) for spec in specs]
         return list(dict.fromkeys([planner.MODULE, kernels.OPS_MODULE, *attention]))
-    attention = [kernels.cuda_attention_module(spec, arch) for spec in specs]
-    return list(dict.fromkeys([planner.MODULE, ops_module.cuda_ops_module(arch), *attention]))
+    common = [planner.MODULE, planner.cuda_module(arch), ops_module.cuda_ops_module(arch)]
+    return list(dict.fromkeys([*common, *(kernels.cuda_attention_module(spec, arch) for spec in specs)]))

@@ -30,7 +30,7 @@ GPU = replace(
     RUNTIME,
     devices=(H200,),
     missing=("cpu_ops",),
-    coverage=(Coverage("sm_90a", 2, ("attention_b",)),),
+    coverage=(Coverage("sm_90a", 3, ("attention_b",)),),
     torch_cuda="13.0",
     driver_cuda="13.0",
 )
@@ -162,7 +162,7 @@ def test_a_gpu_its_compiler_and_what_the_cache_covers(monkeypatch: pytest.Monkey
     assert "H200, compute capability 9.0 (sm_90a), 140.0 GiB" in result.stdout
     assert "13.0 of torch, 13.0 of the driver" in result.stdout
     assert "13.0.88 (/cuda/bin/nvcc, from CUDA_HOME)" in result.stdout
-    assert "sm_90a: 2 of 3 shipped modules" in result.stdout
+    assert "sm_90a: 3 of 4 shipped modules" in result.stdout
     assert "2 modules will be compiled on first use; `fi-backend build` and `fi-" in result.stdout
 
 
@@ -171,7 +171,7 @@ def test_a_gpu_with_a_cache_for_its_model_needs_no_compiler(monkeypatch: pytest.
     assert result.exit_code == 0
     assert "2 modules are not in the cache and cannot be compiled without nvcc" in result.stdout
     document = json.loads(invoke(monkeypatch, "--json", runtime=GPU).stdout)
-    assert document["runtime"]["coverage"] == [{"arch": "sm_90a", "ready": 2, "missing": ["attention_b"]}]
+    assert document["runtime"]["coverage"] == [{"arch": "sm_90a", "ready": 3, "missing": ["attention_b"]}]
 
 
 def test_optional_things_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:

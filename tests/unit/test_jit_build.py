@@ -109,6 +109,21 @@ def test_disabled_jit_names_module_and_remedy_but_uses_the_cache(
         load(tiny.spec(name="absent"))
 
 
+def test_the_command_of_a_module_names_its_target_and_recipe(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FI_BACKEND_DISABLE_JIT", "1")
+    cuda = ModuleSpec("cuda_ops", ("cuda/append.cu",), arch="sm_90a")
+    attention = replace(cuda, name="cuda_attention", recipe="--head-dim 128")
+    assert attention == replace(attention, recipe="")
+    with pytest.raises(BuildError) as caught:
+        build_all([cuda, attention])
+    text = str(caught.value)
+    assert "cuda_ops (sm_90a), cuda_attention (sm_90a)" in text
+    assert "`fi-backend build --device cuda --arch sm_90a` and `fi-backend build --device cuda" in text
+    assert "--arch sm_90a --head-dim 128` with the same FI_BACKEND_CACHE_DIR" in text
+
+
 @pytest.mark.parametrize("tool", ["g++", "ninja"])
 def test_missing_tool_says_what_to_install(
     cache: Path, tiny: TinyModule, tool: str, monkeypatch: pytest.MonkeyPatch

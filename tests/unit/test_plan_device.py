@@ -93,6 +93,13 @@ def test_bytes_equal_the_hosts_in_a_block_of_full_size(case: PlanCase, seed: int
     assert_same_plan(case, 512, seed)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_a_budget_that_is_doubled_reaches_all_warps(seed: int) -> None:
+    """States of grid chunks outgrow the capacity until items are long enough."""
+    case = PlanCase((1,) * 100, (20_000,) * 100, group=4, num_ctas=528, invariant=True, costs="fine")
+    assert_same_plan(case, 128, seed)
+
+
 LARGE = {
     "more requests than fit shared memory": PlanCase((1,) * 1500, tuple(range(1500)), heads=1, num_ctas=132),
     "more tiles": PlanCase((9000, 1, 0, 500), (9000, 70_000, 3, 40_000), group=32, num_ctas=132),

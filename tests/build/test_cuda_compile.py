@@ -73,11 +73,3 @@ def test_every_module_loads_without_a_gpu(built: dict[jit.ModuleSpec, Path]) -> 
         functions = jit.load(module)
         [exported] = [name for start, name in EXPORTED.items() if module.name.startswith(start)]
         assert callable(getattr(functions, exported)), module.name
-
-
-def test_the_shipped_list_is_short_and_without_doubles() -> None:
-    specs = shipped()
-    attention = {
-        each.name for each in modules(*specs, arch="sm_90a") if each.name.startswith("cuda_attention")
-    }
-    assert len(attention) == len(specs) <= 40

@@ -19,8 +19,10 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.utils import AttentionGroup
 from vllm_step import make_builder, make_layer, stand_in_config
 
+from fi_backend.adapters.vllm.backend import FiBackend
 from fi_backend.core.attention import BatchAttention
 
 REQUESTS, TOKENS, BLOCKS = 8, 64, 4
@@ -42,7 +44,7 @@ class _Runner:
         self.tables.slot_mappings = torch.zeros(1, TOKENS, dtype=torch.int64)
         self.tables.cp_size = 1
         self.state = object.__new__(_State)
-        self.groups = [[SimpleNamespace(get_metadata_builder=lambda _: builder, layer_names=["layer"])]]
+        self.groups = [[AttentionGroup(FiBackend, ["layer"], None, 0, metadata_builders=[builder])]]
         self.caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["layer"])])
 
     def capture(self, requests: int, tokens: int) -> Any:

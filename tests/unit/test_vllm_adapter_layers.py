@@ -52,6 +52,17 @@ def test_building_a_layer_allocates_the_scratch_memory_and_loads_the_kernels(
     assert after is scratch, "serving allocated scratch memory"
 
 
+def test_a_layer_is_built_where_tensors_go_elsewhere(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM builds models under a default device, which is not where plans are made."""
+    monkeypatch.setattr(workspace, "_pool", {})
+    workspace._prepare.cache_clear()
+    with torch.device("meta"):
+        layer = make_layer(config, "layer", alibi_slopes=[0.5] * HEADS)
+        make_builder(config, ["layer"])
+    assert layer.impl.alibi_slopes.device.type == "cpu"
+    assert all(memory.device.type == "cpu" for memory in workspace._pool.values())
+
+
 def test_layers_of_one_kind_share_a_plan(config: Any) -> None:
     for index in range(4):
         make_layer(config, f"layer{index}", sliding_window=None if index % 2 else 8)

@@ -18,6 +18,8 @@ from fi_backend.core.spec import AttentionSpec
 from fi_backend.core.support import resolve
 
 _ALIGNMENT = 128
+# While it builds a model, vLLM makes the GPU the place of every tensor that names none; plans name none.
+_ON_HOST = torch.device("cpu")
 _pool: dict[torch.device, torch.Tensor] = {}
 
 
@@ -27,7 +29,8 @@ def reserve(spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
     Called while the model is built: before vLLM measures what is left for the KV cache, and before a
     request could wait for a compiler.
     """
-    size = _prepare(spec, limits, device)
+    with _ON_HOST:
+        size = _prepare(spec, limits, device)
     held = _pool.get(device)
     if held is None or held.numel() < size:
         memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device=device)
@@ -41,7 +44,8 @@ def batch_attention(spec: AttentionSpec, limits: Limits, device: torch.device) -
     """Return an attention with plans of its own that runs in the shared scratch memory of `device`."""
     device = resolve(device)
     reserve(spec, limits, device)
-    return _construct(spec, limits, device, _pool[device])
+    with _ON_HOST:
+        return _construct(spec, limits, device, _pool[device])
 
 
 @cache

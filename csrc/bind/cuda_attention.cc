@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cuda_runtime_api.h>
-#include <tvm/ffi/extra/c_env_api.h>
-
 #include "../core/variant.h"
 #include "../sm80/launch.h"
 #include "attention_args.h"
+#include "cuda_call.h"
 
 namespace fi::bind {
 namespace {
@@ -20,26 +18,6 @@ void expect_aligned(const char* name, const void* data, std::initializer_list<in
                                  "Copy it with .contiguous(), or align the allocation.";
 }
 
-// Launches on a device without changing the caller's current one.
-struct DeviceGuard {
-  int previous = 0;
-  explicit DeviceGuard(int device) {
-    cudaGetDevice(&previous);
-    if (previous != device) cudaSetDevice(device);
-    used = device;
-  }
-  ~DeviceGuard() {
-    if (previous != used) cudaSetDevice(previous);
-  }
-  int used = 0;
-};
-
-void expect_success(cudaError_t error, const char* what) {
-  if (error != cudaSuccess)
-    TVM_FFI_THROW(RuntimeError) << what << ": " << cudaGetErrorName(error) << ", "
-                                << cudaGetErrorString(error) << ".";
-}
-
 }  // namespace
 
 void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_indptr,
@@ -49,8 +27,7 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_ind
          bool causal, int64_t window_left, double soft_cap, Optional<TensorView> alibi,
          Optional<TensorView> sinks, Optional<TensorView> mask, Optional<TensorView> mask_begin,
          Optional<TensorView> mask_kv_len, int64_t num_ctas, TensorView out, Optional<TensorView> lse) {
-  if (!is_cuda(q.device()))
-    TVM_FFI_THROW(ValueError) << "q: expected a CUDA tensor; got one in " << device_text(q.device()) << ".";
+  const CudaCall call("q", q);
   const AttentionParams p = read_arguments(
       q, k_cache, v_cache, qo_indptr, indices, row_begin, row_end, kv_lens, index_step, index_divisor,
       page_size, num_pages, plan, caps, workspace, scale, k_scale, v_scale, causal, window_left, soft_cap,
@@ -63,16 +40,15 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_ind
       (!FI_LOGITS_MASK && StandardVariant::has_mask(p)))
     TVM_FFI_THROW(ValueError) << "soft_cap, alibi_slopes, mask: expected none, as this module is compiled "
                                  "without; got one. Use the module of a spec that has it.";
+  if (p.level.num_pages >= int64_t(1) << 31)
+    TVM_FFI_THROW(ValueError) << "k_cache: expected fewer than 2^31 pages; got " << p.level.num_pages << ".";
   constexpr int64_t kQItem = kQuery.bits / 8, kKvItem = kCache.bits / 8;
   expect_aligned("q", p.q, {p.q_stride_token, p.q_stride_head}, kQItem);
   expect_aligned("out", p.out, {p.out_stride_token, p.out_stride_head}, kQItem);
   expect_aligned("k_cache", p.k, {p.k_stride_page, p.k_stride_token, p.k_stride_head}, kKvItem);
   expect_aligned("v_cache", p.v, {p.v_stride_page, p.v_stride_token, p.v_stride_head}, kKvItem);
   expect_aligned("workspace", p.partial_out, {}, 1);
-  const int device = q.device().device_id;
-  const DeviceGuard guard(device);
-  auto* stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
-  expect_success(sm80::launch(p, int(num_ctas), stream), "attention kernel");
+  expect_success("attention kernel", sm80::launch(p, int(num_ctas), call.stream()));
 }
 
 }  // namespace fi::bind

@@ -12,7 +12,7 @@ using bfloat16 = __nv_bfloat16;
 using float8_e4m3fn = ptx::E4M3;
 using float8_e5m2 = ptx::E5M2;
 
-using Instance = Traits<FI_Q_DTYPE, FI_KV_DTYPE, FI_HEAD_DIM, FI_HEAD_DIM_V, FI_MAX_ROWS, bool(FI_INVARIANT)>;
+using Instance = Traits<FI_Q_DTYPE, FI_KV_DTYPE, FI_HEAD_DIM, FI_HEAD_DIM_V, bool(FI_INVARIANT)>;
 
 }  // namespace
 
@@ -29,6 +29,8 @@ cudaError_t launch(const AttentionParams& p, int num_ctas, cudaStream_t stream) 
   c.v_head_bytes = p.v_stride_head * kItem;
   c.k_token_bytes = p.k_stride_token * kItem;
   c.v_token_bytes = p.v_stride_token * kItem;
+  c.same_strides = c.k_page_bytes == c.v_page_bytes && c.k_head_bytes == c.v_head_bytes &&
+                   c.k_token_bytes == c.v_token_bytes;
   auto* kernel = attention_kernel<Instance>;
   // An attribute of the current device; setting it is cheap and legal during capture.
   cudaError_t error =

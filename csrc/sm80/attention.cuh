@@ -12,28 +12,40 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) char shared[];
   static_assert(sizeof(Control) <= Traits::kControlBytes);
   Control& control = *reinterpret_cast<Control*>(shared + Traits::kSharedBytes - Traits::kControlBytes);
-  const uint32_t stages = ptx::shared_address(shared) + Traits::kQBytes + 2 * Traits::kLogitBytes;
+  const uint32_t stages = ptx::shared_address(shared) + Traits::kQBytes;
+  auto* rows = reinterpret_cast<int32_t*>(shared + Traits::kQBytes + Traits::kStages * Traits::kStageBytes);
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStages; ++i) {
-      ptx::mbarrier_init(ptx::shared_address(&control.full[i]), kProducers);
+      for (int lap = 0; lap < 2; ++lap)
+        ptx::mbarrier_init(ptx::shared_address(&control.full[lap][i]), kProducers);
       ptx::mbarrier_init(ptx::shared_address(&control.empty[i]), kConsumerWarps);
     }
     for (int i = 0; i < kSlots; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&control.slot_full[i]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&control.slot_empty[i]), kConsumerWarps + kProducerWarps);
+      ptx::mbarrier_init(ptx::shared_address(&control.slot_empty[i]), kConsumerWarps + kProducerWarps + 1);
+    }
+    for (int i = 0; i < kRowTiles; ++i) {
+      ptx::mbarrier_init(ptx::shared_address(&control.rows_full[i]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&control.rows_empty[i]), kProducerWarps);
     }
     ptx::mbarrier_init(ptx::shared_address(&control.draw), 1);
   }
   __syncthreads();
   const int warp = threadIdx.x / 32;
-  if (warp < kConsumerWarps)
+  if (warp < kConsumerWarps) {
+    if constexpr (kMovesRegisters) ptx::take_registers<kConsumerRegisters>();
     consume<Traits>(p, c, control, shared, stages);
-  else if (warp == kSchedulerWarp)
+    return;
+  }
+  if constexpr (kMovesRegisters) ptx::give_registers<kProducerRegisters>();
+  if (warp == kSchedulerWarp)
     schedule(p, c, control, Traits::kInvariant);
+  else if (warp != kGuideWarp)
+    produce<Traits>(p, c, control, rows, stages);
   else if (p.level.indices != nullptr)
-    produce<Traits, true>(p, c, control, stages);
+    guide<true>(p, c, control, rows);
   else
-    produce<Traits, false>(p, c, control, stages);
+    guide<false>(p, c, control, rows);
 }
 
 }  // namespace fi::sm80

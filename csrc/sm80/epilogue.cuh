@@ -18,156 +18,296 @@ __device__ __forceinline__ int qo_head(const AttentionParams& p, const LaunchCon
   return kv_head * p.group + packed - c.group.divide(packed) * p.group;
 }
 
-// The state (o, lse) of the keys so far, as floats, to row `first_row` + row of the partial states.
-template <class Traits, int kRows>
-__device__ __forceinline__ void store_partial(Consumer<Traits, kRows>& x, int first_row, bool normalised,
-                                              const float (&lse)[2], const float (&inverse)[2]) {
-  using S = Split<Traits, kRows>;
+inline __device__ float quiet_nan() { return __int_as_float(0x7FC00000); }
+
+// The final factor of a row's normalised output; moves lse, and stores it where it is wanted.
+__device__ __forceinline__ float finish_row(const AttentionParams& p, const LaunchConstants& c, const Work& w,
+                                            int packed, float& lse, bool stores_lse) {
+  float factor = 1.f;
+  if (lse != -INFINITY) factor = Variant::finish(p, qo_head(p, c, packed, w.kv_head), w.kv_head, lse);
+  if (w.faults) factor = lse = quiet_nan();
+  if (p.lse && stores_lse)
+    p.lse[row_offset(p, c, w.token_begin, packed, w.kv_head, p.lse_stride_token, p.lse_stride_head)] = lse;
+  return factor;
+}
+
+// Four neighbouring columns of fragment pair n (one block of 16), row half r, as they lie in an fp8 lane; or
+// two times two neighbours `h` = 0, 1 otherwise.
+template <class Traits>
+__device__ __forceinline__ float4 four_columns(const Consumer<Traits>& x, int n, int r) {
+  return make_float4(x.out[2 * n][2 * r], x.out[2 * n + 1][2 * r], x.out[2 * n][2 * r + 1],
+                     x.out[2 * n + 1][2 * r + 1]);
+}
+
+__device__ __forceinline__ float4 times(float4 v, float f) {
+  return make_float4(v.x * f, v.y * f, v.z * f, v.w * f);
+}
+
+// The state (o, lse) of this warp to row `first_row` + row of the partial states.
+template <class Traits>
+__device__ __forceinline__ void store_partial(const Consumer<Traits>& x, int first_row, const float (&lse)[2],
+                                              const float (&factor)[2]) {
   const AttentionParams& p = x.p;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = x.row_of(r);
     if (row >= x.w.q_rows) continue;
     const int64_t state = int64_t(first_row + row) * p.num_kv_heads + x.w.kv_head;
-    if (x.lane % 4 == 0 && x.member() == 0) __stcg(p.partial_lse + state, lse[r]);
-    const float factor = normalised ? 1.f : inverse[r];
-    float* to = p.partial_out + state * Traits::kHeadDimV;
+    if (x.lane % 4 == 0 && x.column_warp == 0) __stcg(p.partial_lse + state, lse[r]);
+    float* to = p.partial_out + state * Traits::kHeadDimV + x.column_warp * Traits::kWarpColumns;
 #pragma unroll
-    for (int n = 0; n < S::kWarpBlocks; ++n) {
-      const int block = x.block_of(n);
-      if (block >= S::kBlocks) break;
+    for (int n = 0; n < Consumer<Traits>::kBlocks; ++n) {
       if constexpr (Traits::kFp8) {
-        __stcg(reinterpret_cast<float4*>(to + block * 16 + (x.lane % 4) * 4),
-               make_float4(x.out[2 * n][2 * r] * factor, x.out[2 * n + 1][2 * r] * factor,
-                           x.out[2 * n][2 * r + 1] * factor, x.out[2 * n + 1][2 * r + 1] * factor));
+        __stcg(reinterpret_cast<float4*>(to + n * 16 + (x.lane % 4) * 4),
+               times(four_columns(x, n, r), factor[r]));
       } else {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          __stcg(reinterpret_cast<float2*>(to + block * 16 + h * 8 + (x.lane % 4) * 2),
-                 make_float2(x.out[2 * n + h][2 * r] * factor, x.out[2 * n + h][2 * r + 1] * factor));
+          __stcg(reinterpret_cast<float2*>(to + n * 16 + h * 8 + (x.lane % 4) * 2),
+                 make_float2(x.out[2 * n + h][2 * r] * factor[r], x.out[2 * n + h][2 * r + 1] * factor[r]));
       }
     }
   }
 }
 
-// Final rows go through shared memory (the slice of the queries, free by now) to leave as whole 16-byte
-// chunks.
-template <class Traits, int kRows>
-__device__ __forceinline__ void store_final(Consumer<Traits, kRows>& x, bool normalised, float (&lse)[2],
-                                            const float (&inverse)[2]) {
+// Final rows of one warp go through its slice to leave as whole 16-byte chunks.
+template <class Traits>
+__device__ __forceinline__ void store_final(const Consumer<Traits>& x, float (&lse)[2], float (&factor)[2]) {
   using T = typename Traits::T;
-  using S = Split<Traits, kRows>;
   const AttentionParams& p = x.p;
   const Work& w = x.w;
-  x.sync_group();  // the queries have been read
+  __syncwarp();  // the queries have been read
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = x.row_of(r);
-    float factor = normalised ? 1.f : inverse[r];
-    if (row < w.q_rows) {
-      const int packed = w.q_begin + row;
-      if (lse[r] != -INFINITY)
-        factor *= Variant::finish(p, qo_head(p, x.c, packed, w.kv_head), w.kv_head, lse[r]);
-      if (w.faults) factor = lse[r] = __int_as_float(0x7FC00000);
-      if (p.lse && x.lane % 4 == 0 && x.member() == 0)
-        p.lse[row_offset(p, x.c, w.token_begin, packed, w.kv_head, p.lse_stride_token, p.lse_stride_head)] =
-            lse[r];
-    }
+    if (row < w.q_rows)
+      factor[r] *= finish_row(p, x.c, w, w.q_begin + row, lse[r], x.lane % 4 == 0 && x.column_warp == 0);
     const int slice_row = x.lane / 4 + r * 8;
 #pragma unroll
-    for (int n = 0; n < S::kWarpBlocks; ++n) {
-      const int block = x.block_of(n);
-      if (block >= S::kBlocks) break;
+    for (int n = 0; n < Consumer<Traits>::kBlocks; ++n) {
       if constexpr (Traits::kFp8) {
-        const int at = (x.lane % 4) * 4;  // four neighbouring columns
-        *reinterpret_cast<uint2*>(x.slice + swizzled(16, slice_row, block * 2 + at / 8) + at % 8 * 2) =
-            make_uint2(ptx::pack2<T>(x.out[2 * n][2 * r] * factor, x.out[2 * n + 1][2 * r] * factor),
-                       ptx::pack2<T>(x.out[2 * n][2 * r + 1] * factor, x.out[2 * n + 1][2 * r + 1] * factor));
+        const float4 v = times(four_columns(x, n, r), factor[r]);
+        const int at = (x.lane % 4) * 4;
+        *reinterpret_cast<uint2*>(x.slice + swizzled(16, slice_row, n * 2 + at / 8) + at % 8 * 2) =
+            make_uint2(ptx::pack2<T>(v.x, v.y), ptx::pack2<T>(v.z, v.w));
       } else {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          *reinterpret_cast<uint32_t*>(x.slice + swizzled(16, slice_row, block * 2 + h) + (x.lane % 4) * 4) =
-              ptx::pack2<T>(x.out[2 * n + h][2 * r] * factor, x.out[2 * n + h][2 * r + 1] * factor);
+          *reinterpret_cast<uint32_t*>(x.slice + swizzled(16, slice_row, n * 2 + h) + (x.lane % 4) * 4) =
+              ptx::pack2<T>(x.out[2 * n + h][2 * r] * factor[r], x.out[2 * n + h][2 * r + 1] * factor[r]);
       }
     }
   }
   __syncwarp();
-  // A warp sends the columns that it wrote.
-  const int blocks = min(S::kWarpBlocks, S::kBlocks - x.block_of(0));
-  for (int i = x.lane; i < 16 * blocks * 2; i += 32) {
-    const int row = i / (blocks * 2), chunk = x.block_of(0) * 2 + i % (blocks * 2);
-    const int tile_row = x.group() * 16 + row;
+  constexpr int kChunks = Traits::kWarpColumns / 8;
+  for (int i = x.lane; i < 16 * kChunks; i += 32) {
+    const int row = i / kChunks, chunk = i % kChunks, tile_row = x.group * 16 + row;
     if (tile_row >= w.q_rows) continue;
-    T* to = static_cast<T*>(p.out) + row_offset(p, x.c, w.token_begin, w.q_begin + tile_row, w.kv_head,
-                                                p.out_stride_token, p.out_stride_head);
+    T* to = static_cast<T*>(p.out) + x.column_warp * Traits::kWarpColumns +
+            row_offset(p, x.c, w.token_begin, w.q_begin + tile_row, w.kv_head, p.out_stride_token,
+                       p.out_stride_head);
     *reinterpret_cast<uint4*>(to + chunk * 8) =
         *reinterpret_cast<const uint4*>(x.slice + swizzled(16, row, chunk));
   }
 }
 
+// Joins the states of the warps that shared the KV tiles of a row group, in their order, eight rows at a
+// time, and stores the result.
+template <class Traits>
+__device__ __forceinline__ void combine(const Consumer<Traits>& x, Control& control, char* shared) {
+  using T = typename Traits::T;
+  const AttentionParams& p = x.p;
+  const Work& w = x.w;
+  constexpr int kVectors = Traits::kWarpColumns / 4, kRowFloats = Traits::kWarpColumns;
+  // Tiles of different heights follow each other without a common barrier, so each has names of its own.
+  const int groups = Traits::kMaxGroups / x.members, threads = x.members * 32;
+  const int barrier = 1 + Traits::kColumnWarps * (groups + x.group) + x.column_warp;
+  const int first_warp = x.group * x.members * Traits::kColumnWarps + x.column_warp;
+  const auto chunk_at = [](int row, int chunk) { return row * kRowFloats + ((chunk ^ (row & 3)) << 2); };
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int rows = min(w.q_rows - x.group * 16 - r * 8, 8);
+    if (rows <= 0) break;
+    // Nobody still reads its queries, or the rows before these.
+    ptx::named_barrier(barrier, threads);
+    float* slice = reinterpret_cast<float*>(x.slice);
+    const int row = x.lane / 4;
+    const float sum = quad_sum(x.state.sum[r]);
+    if (x.lane % 4 == 0) control.stats[x.warp][row] = make_float2(x.state.max[r], sum);
+#pragma unroll
+    for (int n = 0; n < Consumer<Traits>::kBlocks; ++n) {
+      if constexpr (Traits::kFp8) {
+        *reinterpret_cast<float4*>(slice + chunk_at(row, n * 4 + x.lane % 4)) = four_columns(x, n, r);
+      } else {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          *reinterpret_cast<float2*>(slice + chunk_at(row, n * 4 + h * 2 + x.lane % 4 / 2) + x.lane % 2 * 2) =
+              make_float2(x.out[2 * n + h][2 * r], x.out[2 * n + h][2 * r + 1]);
+      }
+    }
+    ptx::named_barrier(barrier, threads);
+    for (int i = x.member * 32 + x.lane; i < rows * kVectors; i += threads) {
+      const int out_row = i / kVectors, vector = i % kVectors;
+      float top = -INFINITY;
+      for (int m = 0; m < x.members; ++m)
+        top = fmaxf(top, control.stats[first_warp + m * Traits::kColumnWarps][out_row].x);
+      const float base = top == -INFINITY ? 0.f : top;
+      float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
+      float total = 0.f;
+      for (int m = 0; m < x.members; ++m) {
+        const int source = first_warp + m * Traits::kColumnWarps;
+        const float2 stat = control.stats[source][out_row];
+        const float weight = ptx::exp2_approx(stat.x - base);
+        const float4 o = *reinterpret_cast<const float4*>(shared + source * Traits::kSliceBytes +
+                                                          chunk_at(out_row, vector) * 4);
+        total = fmaf(stat.y, weight, total);
+        acc = make_float4(fmaf(o.x, weight, acc.x), fmaf(o.y, weight, acc.y), fmaf(o.z, weight, acc.z),
+                          fmaf(o.w, weight, acc.w));
+      }
+      float lse, inverse;
+      finish_state(top, total, lse, inverse);
+      const int tile_row = x.group * 16 + r * 8 + out_row;
+      const bool leads = vector == 0 && x.column_warp == 0;
+      const int column = x.column_warp * Traits::kWarpColumns + vector * 4;
+      if (w.partial < 0) {
+        const int packed = w.q_begin + tile_row;
+        acc = times(acc, inverse * finish_row(p, x.c, w, packed, lse, leads));
+        T* to = static_cast<T*>(p.out) + column +
+                row_offset(p, x.c, w.token_begin, packed, w.kv_head, p.out_stride_token, p.out_stride_head);
+        *reinterpret_cast<uint2*>(to) = make_uint2(ptx::pack2<T>(acc.x, acc.y), ptx::pack2<T>(acc.z, acc.w));
+      } else {
+        const int64_t state = int64_t(w.partial + tile_row) * p.num_kv_heads + w.kv_head;
+        if (leads) __stcg(p.partial_lse + state, w.faults ? quiet_nan() : lse);
+        __stcg(reinterpret_cast<float4*>(p.partial_out + state * Traits::kHeadDimV + column),
+               times(acc, inverse));
+      }
+    }
+  }
+  ptx::named_barrier(barrier, threads);  // the slices are free again
+}
+
 inline constexpr int kMergeBatch = 8;
 
-// Ordered left fold of the parts of a unit by all consumers: 16 or 32 lanes a row, four columns a lane.
+// A running sum of weighted parts, normalised at the end.
+struct Accumulator {
+  float top = -INFINITY, sum = 0.f;
+  float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
+
+  __device__ __forceinline__ void rescale(float next) {
+    const float a = next == -INFINITY ? 1.f : ptx::exp2_approx((top - next) * kLog2e);
+    top = next;
+    sum *= a;
+    acc = times(acc, a);
+  }
+
+  __device__ __forceinline__ void add(float lse, float4 o) { add(lse, 1.f, o); }
+
+  // `top` is at least lse.
+  __device__ __forceinline__ void add(float lse, float weight, float4 o) {
+    if (lse == -INFINITY) return;
+    const float b = lse == lse ? ptx::exp2_approx((lse - top) * kLog2e) : lse;
+    sum = fmaf(weight, b, sum);
+    acc = make_float4(fmaf(o.x, b, acc.x), fmaf(o.y, b, acc.y), fmaf(o.z, b, acc.z), fmaf(o.w, b, acc.w));
+  }
+};
+
+// Final row of a merged unit: four columns a thread.
 template <class Traits>
-__device__ __forceinline__ void merge(const AttentionParams& p, const LaunchConstants& c,
-                                      const MergeUnit& unit, int kv_head, int tid) {
+__device__ __forceinline__ void store_merged(const AttentionParams& p, const LaunchConstants& c,
+                                             const Work& w, int row, int vector, float4 o, float lse) {
   using T = typename Traits::T;
+  const int packed = w.q_begin + row;
+  const float factor =
+      lse != -INFINITY ? Variant::finish(p, qo_head(p, c, packed, w.kv_head), w.kv_head, lse) : 1.f;
+  o = times(o, factor);
+  T* to = static_cast<T*>(p.out) + vector * 4 +
+          row_offset(p, c, w.token_begin, packed, w.kv_head, p.out_stride_token, p.out_stride_head);
+  *reinterpret_cast<uint2*>(to) = make_uint2(ptx::pack2<T>(o.x, o.y), ptx::pack2<T>(o.z, o.w));
+  if (p.lse && vector == 0)
+    p.lse[row_offset(p, c, w.token_begin, packed, w.kv_head, p.lse_stride_token, p.lse_stride_head)] = lse;
+}
+
+// Folds the parts of a unit by all consumers. The rows of the item that arrived last are the unit's.
+template <class Traits>
+__device__ __forceinline__ void merge(const AttentionParams& p, const LaunchConstants& c, const Work& w,
+                                      int tid, char* shared) {
   const int32_t* parts = reinterpret_cast<const int32_t*>(p.plan + p.layout.parts);
-  const int token_begin = p.qo_indptr[unit.request];
-  const int tokens = min(p.qo_indptr[unit.request + 1], p.num_tokens) - token_begin;
-  const int rows = token_begin < 0 ? 0 : min(unit.q_rows, tokens * p.group - unit.q_begin);
-  constexpr int kVectors = Traits::kHeadDimV / 4;
-  constexpr int kLanes = kVectors <= 16 ? 16 : 32;
-  const int lane = tid % kLanes;
-  for (int row = tid / kLanes; row < rows; row += kConsumers / kLanes) {
-    for (int vector = lane; vector < kVectors; vector += kLanes) {
-      float lse = -INFINITY, sum = 0.f;
-      float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
-      for (int begin = unit.parts_begin; begin < unit.parts_end; begin += kMergeBatch) {
-        // All loads of a batch are in flight together: one after another they would cost 0.3 us a part.
-        float part_lse[kMergeBatch];
-        float4 o[kMergeBatch];
-#pragma unroll
-        for (int i = 0; i < kMergeBatch; ++i) {
-          part_lse[i] = -INFINITY;
-          if (begin + i >= unit.parts_end) continue;
-          const int64_t state = int64_t(parts[begin + i] + row) * p.num_kv_heads + kv_head;
-          part_lse[i] = __ldcg(p.partial_lse + state);
-          o[i] = __ldcg(reinterpret_cast<const float4*>(p.partial_out + state * Traits::kHeadDimV) + vector);
-        }
-#pragma unroll
-        for (int i = 0; i < kMergeBatch; ++i) {
-          if (part_lse[i] == -INFINITY) continue;
-          float a, b, next;
-          if constexpr (Traits::kInvariant) {
-            join(lse, part_lse[i], a, b, next);
-          } else {
-            // Normalised once at the end: `lse` is the largest so far.
-            next = fmaxf(lse, part_lse[i]);
-            a = ptx::exp2_approx((lse - next) * kLog2e);
-            b = ptx::exp2_approx((part_lse[i] - next) * kLog2e);
-            if (part_lse[i] != part_lse[i]) b = part_lse[i];
-            sum = fmaf(sum, a, b);
-          }
-          acc = make_float4(joined(acc.x, a, o[i].x, b), joined(acc.y, a, o[i].y, b),
-                            joined(acc.z, a, o[i].z, b), joined(acc.w, a, o[i].w, b));
+  constexpr int kVectors = Traits::kHeadDimV / 4, kLanes = kVectors <= 16 ? 16 : 32;
+  constexpr int kPasses = ceil_div(kVectors, kLanes), kSlots = kConsumers / kLanes;
+  const int lane = tid % kLanes, slot = tid / kLanes;
+  // Few rows: several slots share the parts of a row.
+  int shares = 1;
+  if constexpr (!Traits::kInvariant)
+    while (shares * 2 * w.q_rows <= kSlots) shares *= 2;
+  const int share = slot % shares, rows_at_once = kSlots / shares;
+  const auto load = [&](int i, int row, int vector, float& lse, float4& o) {
+    const int64_t state = int64_t(parts[i] + row) * p.num_kv_heads + w.kv_head;
+    lse = __ldcg(p.partial_lse + state);
+    o = __ldcg(reinterpret_cast<const float4*>(p.partial_out + state * Traits::kHeadDimV) + vector);
+  };
+  for (int first_row = 0; first_row < w.q_rows; first_row += rows_at_once) {
+    const int row = first_row + slot / shares;
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int vector = pass * kLanes + lane;
+      const bool valid = row < w.q_rows && vector < kVectors;
+      if constexpr (Traits::kInvariant) {
+        float lse = -INFINITY;
+        float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int i = w.parts_begin; valid && i < w.parts_end; ++i) {
+          float part_lse, a, b, next;
+          float4 o;
+          load(i, row, vector, part_lse, o);
+          join(lse, part_lse, a, b, next);
+          if (lse == -INFINITY)
+            acc = part_lse == -INFINITY ? acc : o;
+          else if (part_lse != -INFINITY)
+            acc = make_float4(joined(acc.x, a, o.x, b), joined(acc.y, a, o.y, b), joined(acc.z, a, o.z, b),
+                              joined(acc.w, a, o.w, b));
           lse = next;
         }
+        if (valid) store_merged<Traits>(p, c, w, row, vector, acc, lse);
+      } else {
+        Accumulator sum;
+        for (int begin = w.parts_begin + share; valid && begin < w.parts_end; begin += kMergeBatch * shares) {
+          // All loads of a batch are in flight together: one after another they would cost 0.3 us a part.
+          float lse[kMergeBatch], top = sum.top;
+          float4 o[kMergeBatch];
+#pragma unroll
+          for (int i = 0; i < kMergeBatch; ++i) {
+            lse[i] = -INFINITY;
+            if (begin + i * shares < w.parts_end) load(begin + i * shares, row, vector, lse[i], o[i]);
+          }
+#pragma unroll
+          for (int i = 0; i < kMergeBatch; ++i) top = fmaxf(top, lse[i]);
+          sum.rescale(top);
+#pragma unroll
+          for (int i = 0; i < kMergeBatch; ++i) sum.add(lse[i], o[i]);
+        }
+        if (shares > 1) {
+          float4* sums = reinterpret_cast<float4*>(shared);
+          float2* tops = reinterpret_cast<float2*>(shared + kConsumers * 16);
+          if (share > 0) {
+            sums[tid] = sum.acc;
+            tops[tid] = make_float2(sum.top, sum.sum);
+          }
+          ptx::named_barrier(1, kConsumers);
+          if (share == 0) {
+            for (int s = 1; s < shares; ++s) {
+              const float2 other = tops[tid + s * kLanes];
+              sum.rescale(fmaxf(sum.top, other.x));
+              sum.add(other.x, other.y, sums[tid + s * kLanes]);
+              if (other.y != other.y) sum.sum = other.y;
+            }
+          }
+          ptx::named_barrier(1, kConsumers);
+        }
+        if (valid && share == 0) {
+          const float inverse = sum.sum > 0.f ? 1.f / sum.sum : sum.sum;
+          const float lse = sum.sum > 0.f ? sum.top + logf(sum.sum) : sum.sum == 0.f ? -INFINITY : sum.sum;
+          store_merged<Traits>(p, c, w, row, vector, times(sum.acc, inverse), lse);
+        }
       }
-      float factor = 1.f;
-      if constexpr (!Traits::kInvariant) {
-        factor = sum > 0.f ? 1.f / sum : sum;
-        lse = sum > 0.f ? lse + logf(sum) : sum == 0.f ? -INFINITY : sum;
-      }
-      const int packed = unit.q_begin + row;
-      if (lse != -INFINITY) factor *= Variant::finish(p, qo_head(p, c, packed, kv_head), kv_head, lse);
-      T* to = static_cast<T*>(p.out) +
-              row_offset(p, c, token_begin, packed, kv_head, p.out_stride_token, p.out_stride_head) +
-              vector * 4;
-      *reinterpret_cast<uint2*>(to) = make_uint2(ptx::pack2<T>(acc.x * factor, acc.y * factor),
-                                                 ptx::pack2<T>(acc.z * factor, acc.w * factor));
-      if (p.lse && vector == 0)
-        p.lse[row_offset(p, c, token_begin, packed, kv_head, p.lse_stride_token, p.lse_stride_head)] = lse;
     }
   }
 }

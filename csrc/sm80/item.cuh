@@ -1,31 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
-// The consumers' walk through an item: tile after tile of the ring, then its result.
+// The consumers' walk through items: their tiles of the ring, then the result.
 #pragma once
 #include "epilogue.cuh"
 
 namespace fi::sm80 {
 
-// Folds the state of a finished grid chunk into the state of the chunks before it (batch-invariant mode).
-template <class Traits, int kRows>
+// The state of the grid chunks so far (batch-invariant mode).
+template <class Traits>
 struct GridState {
-  float out[Consumer<Traits, kRows>::kColumns][4];
+  float out[Consumer<Traits>::kColumns][4];
   float lse[2] = {-INFINITY, -INFINITY};
 
-  __device__ __forceinline__ void fold(Consumer<Traits, kRows>& x) {
-    float a[2], b[2];
+  // Joins a finished chunk and clears it. A chunk is normalised first, as the merge of stored states finds
+  // it.
+  __device__ __forceinline__ void fold(Consumer<Traits>& x) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float chunk_lse, inverse, next;
+      float chunk_lse, inverse, next, a, b;
       x.state.finish(r, chunk_lse, inverse);
-      join(lse[r], chunk_lse, a[r], b[r], next);
-      // A chunk is normalised before it is joined, as the merge of stored states finds it.
+      join(lse[r], chunk_lse, a, b, next);
 #pragma unroll
-      for (int n = 0; n < Consumer<Traits, kRows>::kColumns; ++n)
+      for (int n = 0; n < Consumer<Traits>::kColumns; ++n)
 #pragma unroll
         for (int e = 2 * r; e < 2 * r + 2; ++e) {
           const float part = x.out[n][e] * inverse;
-          out[n][e] = lse[r] == -INFINITY ? (chunk_lse == -INFINITY ? 0.f : part)
-                                          : joined(out[n][e], a[r], part, b[r]);
+          out[n][e] =
+              lse[r] == -INFINITY ? (chunk_lse == -INFINITY ? 0.f : part) : joined(out[n][e], a, part, b);
         }
       lse[r] = next;
     }
@@ -33,121 +33,137 @@ struct GridState {
   }
 };
 
-// Runs the item whose tiles arrive in the ring; returns with the results stored.
-template <class Traits, int kRows>
+// This warp's share of an item's tiles, the first being at `stage` of the ring.
+template <class Traits, class BeforeTile>
+__device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, uint32_t stages,
+                                       Ring<Traits::kStages> stage, int first, int step, int tiles,
+                                       BeforeTile before_tile) {
+  const int kv_begin = x.w.kv_begin;
+  float scale = x.p.scale;
+  if constexpr (Traits::kFp8) scale *= x.p.k_scale[x.w.kv_head * x.p.k_scale_stride];
+  const bool has_rows = x.group * 16 < x.w.q_rows;
+  // a group without rows frees its tiles all the same
+  stage.advance(first);
+#pragma unroll 1
+  for (int i = first; i < tiles; i += step) {
+    before_tile(i);
+    ptx::mbarrier_wait(full_barrier(control, stage), stage.lap >> 1 & 1);
+    if (has_rows) x.step(stages + stage.at * Traits::kStageBytes, kv_begin + i * kKvTile, scale);
+    __syncwarp();
+    // The ring waits for as many arrivals as there are warps; a tile is read by fewer of them.
+    if (x.lane < x.members) ptx::mbarrier_arrive(ptx::shared_address(&control.empty[stage.at]));
+    stage.advance(step);
+  }
+}
+
+template <class Traits>
 __device__ __forceinline__ void run_item(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                          const Work& w, int tid, char* shared, uint32_t stages,
-                                         Ring<Traits::kStages>& stage) {
-  Consumer<Traits, kRows> x(p, c, w, tid, shared);
-  x.load_q();
-  const int tiles = w.tiles(), kv_begin = w.kv_begin;
-  float scale = p.scale;
-  if constexpr (Traits::kFp8) scale *= p.k_scale[w.kv_head * p.k_scale_stride];
-  [[maybe_unused]] GridState<Traits, kRows> grid;
-  [[maybe_unused]] const int grid_tiles =
-      Traits::kInvariant
-          ? reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header)->invariant_grid / kKvTile
-          : 0;
-  // The first item of a unit emits one state for all its grid chunks, every other one emits each of them.
-  [[maybe_unused]] const bool folds = w.folds;
-  [[maybe_unused]] int partial = w.partial;
-#pragma unroll 1
-  for (int i = 0; i < tiles; ++i) {
-    if constexpr (Traits::kInvariant) {
-      if (i > 0 && (kv_begin / kKvTile + i) % grid_tiles == 0) {
-        if (folds) {
-          grid.fold(x);
-        } else {
-          float lse[2], inverse[2];
-          for (int r = 0; r < 2; ++r) x.state.finish(r, lse[r], inverse[r]);
-          store_partial<Traits, kRows>(x, partial, false, lse, inverse);
-          partial += w.planned_rows;
-          x.clear();
-        }
-      }
-    }
-    ptx::mbarrier_wait(ptx::shared_address(&control.full[stage.at]), stage.parity);
-    x.step(stages + stage.at * Traits::kStageBytes, kv_begin + i * kKvTile, i & 1, scale);
-    __syncwarp();
-    if (x.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.empty[stage.at]));
-    stage.advance();
+                                         const Ring<Traits::kStages>& stage, int tiles) {
+  Consumer<Traits> x(p, c, w, tid, shared);
+  attend(x, control, stages, stage, x.member, x.members, tiles, [](int) {});
+  if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
+  if (x.members > 1) {
+    combine(x, control, shared);
+    return;
   }
-  float lse[2], inverse[2];
-  bool normalised = false;
-  if constexpr (Traits::kInvariant) {
-    if (folds) {
+  float lse[2], factor[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    x.state.finish(r, lse[r], factor[r]);
+    if (w.faults) lse[r] = quiet_nan();
+  }
+  if (w.partial < 0)
+    store_final(x, lse, factor);
+  else
+    store_partial(x, w.partial, lse, factor);
+}
+
+// The batch-invariant mode: one warp takes all tiles of a row group in their order, and states end at fixed
+// key positions. The first item of a unit joins its grid chunks into one state; every other one stores each
+// of them.
+template <class Traits>
+__device__ __forceinline__ void run_invariant_item(const AttentionParams& p, const LaunchConstants& c,
+                                                   Control& control, const Work& w, int tid, char* shared,
+                                                   uint32_t stages, const Ring<Traits::kStages>& stage,
+                                                   int tiles) {
+  Consumer<Traits> x(p, c, w, tid, shared);
+  if (x.member > 0) return;
+  GridState<Traits> grid;
+  const int grid_tiles =
+      reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header)->invariant_grid / kKvTile;
+  const int first_tile = w.kv_begin / kKvTile;
+  int partial = w.partial;
+  attend(x, control, stages, stage, 0, 1, tiles, [&](int i) {
+    if (i == 0 || (first_tile + i) % grid_tiles != 0) return;
+    if (w.folds) {
       grid.fold(x);
-      normalised = true;
-#pragma unroll
-      for (int n = 0; n < Consumer<Traits, kRows>::kColumns; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x.out[n][e] = grid.out[n][e];
-      lse[0] = grid.lse[0], lse[1] = grid.lse[1];
+    } else {
+      float lse[2], factor[2];
+      for (int r = 0; r < 2; ++r) x.state.finish(r, lse[r], factor[r]);
+      store_partial(x, partial, lse, factor);
+      partial += w.planned_rows;
+      x.clear();
     }
-  }
-  if (!normalised) {
+  });
+  if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
+  float lse[2], factor[2] = {1.f, 1.f};
+  if (w.folds) {
+    grid.fold(x);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) x.state.finish(r, lse[r], inverse[r]);
-  }
-  if (w.faults && tid == 0) atomicOr(p.counters + 1, w.faults);
-  if (w.partial < 0) {
-    store_final<Traits, kRows>(x, normalised, lse, inverse);
+    for (int n = 0; n < Consumer<Traits>::kColumns; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x.out[n][e] = grid.out[n][e];
+    lse[0] = grid.lse[0], lse[1] = grid.lse[1];
   } else {
-    if (w.faults) lse[0] = lse[1] = __int_as_float(0x7FC00000);
-    store_partial<Traits, kRows>(x, partial, normalised, lse, inverse);
-    if constexpr (Traits::kInvariant) {
-      // Chunks that the exact lengths left empty.
-      const float none[2] = {-INFINITY, -INFINITY};
-      for (partial += w.planned_rows; partial < w.partial_end; partial += w.planned_rows)
-        store_partial<Traits, kRows>(x, partial, true, none, none);
-    }
+    for (int r = 0; r < 2; ++r) x.state.finish(r, lse[r], factor[r]);
   }
+  if (w.partial < 0) {
+    store_final(x, lse, factor);
+    return;
+  }
+  if (w.faults) lse[0] = lse[1] = quiet_nan();
+  store_partial(x, partial, lse, factor);
+  // Chunks that the exact lengths left empty.
+  const float none[2] = {-INFINITY, -INFINITY};
+  for (partial += w.planned_rows; partial < w.partial_end; partial += w.planned_rows)
+    store_partial(x, partial, none, factor);
 }
 
 // The last item of a merge unit to arrive folds the unit; counters are left at zero for the next launch.
 template <class Traits>
 __device__ __forceinline__ void arrive(const AttentionParams& p, const LaunchConstants& c, Control& control,
-                                       const Work& w, int tid) {
+                                       const Work& w, int tid, char* shared) {
   __threadfence();
   ptx::named_barrier(1, kConsumers);
-  int32_t* counter = p.counters + 2 + w.unit * p.num_kv_heads + w.kv_head;
+  int32_t* counter = p.counters + kArrivals + w.unit * p.num_kv_heads + w.kv_head;
   if (tid == 0) control.arrived = atomicAdd(counter, 1);
   ptx::named_barrier(1, kConsumers);
   if (*static_cast<volatile int32_t*>(&control.arrived) != w.num_items - 1) return;
   __threadfence();
   if (tid == 0) *counter = 0;
-  const auto unit = reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units)[w.unit];
-  merge<Traits>(p, c, unit, w.kv_head, tid);
+  merge<Traits>(p, c, w, tid, shared);
 }
 
 template <class Traits>
 __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                         char* shared, uint32_t stages) {
   const int tid = threadIdx.x;
-  Ring<kSlots> slot;
   Ring<Traits::kStages> stage;
+  Ring<kSlots> slot;
   while (true) {
-    ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity);
+    ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     const Work& w = control.slots[slot.at];
     if (w.ticket < 0) return;
-    const auto run = [&](auto rows) {
-      run_item<Traits, decltype(rows)::value>(p, c, control, w, tid, shared, stages, stage);
-    };
-    switch (w.tile_log2) {
-      case 7:
-        if constexpr (Traits::kMaxRows >= 128) run(Rows<128>{});
-        break;
-      case 6:
-        run(Rows<64>{});
-        break;
-      case 5:
-        run(Rows<32>{});
-        break;
-      default:
-        run(Rows<16>{});
-        break;
-    }
-    if (w.unit >= 0) arrive<Traits>(p, c, control, w, tid);
+    const int tiles = w.tiles();
+    if constexpr (Traits::kInvariant)
+      run_invariant_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
+    else
+      run_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
+    stage.advance(tiles);
+    if (w.unit >= 0) arrive<Traits>(p, c, control, w, tid, shared);
+    // Warps without a share must not run ahead of the ring by more than a lap.
+    if (Traits::kInvariant && row_groups(w) < Traits::kMaxGroups) ptx::named_barrier(1, kConsumers);
     __syncwarp();
     if (tid % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.slot_empty[slot.at]));
     slot.advance();

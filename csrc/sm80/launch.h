@@ -14,6 +14,7 @@ struct LaunchConstants {
   FastDivide index_divisor;
   FastDivide num_kv_heads;
   int64_t k_page_bytes, v_page_bytes, k_head_bytes, v_head_bytes, k_token_bytes, v_token_bytes;
+  bool same_strides;  // of K and V
 };
 
 // Starts the persistent kernel on `num_ctas` CTAs; the plan has been uploaded on the same stream.

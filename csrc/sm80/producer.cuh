@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps that do not compute: one draws work items ahead of time, the others gather scattered pages into
-// contiguous, swizzled KV tiles. They run ahead across items, so that reading never pauses between two.
+// The warps that do not compute: one draws work items ahead of time, one reads the page table, the others
+// gather scattered pages into contiguous, swizzled KV tiles. They run ahead across items, so that reading
+// never pauses.
 #pragma once
 #include "../ptx/cp_async.cuh"
 #include "work.cuh"
@@ -10,6 +11,29 @@ namespace fi::sm80 {
 // Tiles of its item that the producers still have to bring when the next item is drawn: late, because items
 // are balanced by who is idle first, but early enough to hide three dependent reads.
 inline constexpr int kDrawAhead = 6;
+
+// Brings the indices and the queries of an item into the L2 cache. While the memory is busy, a read that
+// misses waits behind all KV tiles that are under way.
+__device__ __forceinline__ void warm_cache(const AttentionParams& p, const LaunchConstants& c, const Work& w,
+                                           int lane) {
+  constexpr int kLine = 128, kMaxLines = 512;
+  if (p.level.indices != nullptr && w.tiles() > 0) {
+    const int first = c.page_size.divide(max(w.kv_begin, w.lo)), last = c.page_size.divide(w.kv_end - 1);
+    const char* begin =
+        reinterpret_cast<const char*>(p.level.indices + w.row_begin + int64_t(first) * p.level.index_step);
+    const int64_t bytes = int64_t(last - first) * p.level.index_step * 4;
+    const int lines = int(min(bytes / kLine, int64_t(kMaxLines))) + 1;
+    for (int i = lane; i < lines; i += 32) ptx::prefetch_l2(begin + min(int64_t(i) * kLine, bytes));
+  }
+  // Heads of a KV head lie side by side as a rule: one line of each row.
+  for (int row = lane; row < w.q_rows; row += 32) {
+    const int packed = w.q_begin + row, token = c.group.divide(packed);
+    const char* q = static_cast<const char*>(p.q) +
+                    2 * (int64_t(w.token_begin + token) * p.q_stride_token +
+                         int64_t(w.kv_head * p.group + packed - token * p.group) * p.q_stride_head);
+    for (int at = 0; at < p.head_dim * 2; at += kLine) ptx::prefetch_l2(q + at);
+  }
+}
 
 // Draws items and works out their exact ranges.
 __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchConstants& c, Control& control,
@@ -28,7 +52,7 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
   Ring<kSlots> slot;
   uint32_t draw_parity = 0;
   while (true) {
-    ptx::mbarrier_wait(ptx::shared_address(&control.slot_empty[slot.at]), slot.parity ^ 1);
+    ptx::mbarrier_wait(ptx::shared_address(&control.slot_empty[slot.at]), slot.parity() ^ 1);
     Work& w = control.slots[slot.at];
     if (next >= end) {
       if (lane == 0) {
@@ -42,11 +66,7 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
       ptx::mbarrier_arrive(ptx::shared_address(&control.slot_full[slot.at]));
     }
     __syncwarp();
-    if (lane == 0 && p.level.indices != nullptr && w.tiles() > 0) {
-      const int page = c.page_size.divide(max(w.kv_begin, w.lo));
-      const int32_t* index = p.level.indices + w.row_begin + int64_t(page) * p.level.index_step;
-      asm volatile("prefetch.global.L1 [%0];" ::"l"(index));
-    }
+    warm_cache(p, c, w, lane);
     ptx::mbarrier_wait(ptx::shared_address(&control.draw), draw_parity);
     draw_parity ^= 1;
     if (queued) {
@@ -65,106 +85,151 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
   }
 }
 
+// Reads the page table ahead of the producers: the page of every key of a tile, or -1 where there is nothing
+// to read. A page outside the cache is not read either and condemns the item.
+template <bool kIndexed>
+__device__ __forceinline__ void guide(const AttentionParams& p, const LaunchConstants& c, Control& control,
+                                      int32_t* rows) {
+  constexpr int kBatch = kRowTiles / 2;  // tiles whose indices are read together
+  const int lane = threadIdx.x % 32;
+  Ring<kSlots> slot;
+  Ring<kRowTiles> ring;
+  while (true) {
+    ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
+    Work& w = control.slots[slot.at];
+    if (w.ticket < 0) return;
+    const int tiles = w.tiles(), lo = max(w.lo, w.kv_begin), hi = w.kv_end, kv_begin = w.kv_begin;
+    const int32_t* indices = kIndexed ? p.level.indices + w.row_begin : nullptr;
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; tile += kBatch) {
+      int32_t found[kBatch][2];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int key = kv_begin + (tile + j) * kKvTile + half * 32 + lane;
+          const bool valid = key >= lo && key < hi;
+          const int page = c.page_size.divide(valid ? key : lo);
+          found[j][half] = valid ? page : -1;
+          if (kIndexed && valid) {
+            found[j][half] = __ldg(indices + int64_t(page) * p.level.index_step);
+            if (found[j][half] < 0) found[j][half] = INT32_MAX;
+          }
+        }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (tile + j >= tiles) break;
+        bool fault = false;
+        int32_t page[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          int64_t x = found[j][half];
+          if (kIndexed && x >= 0) x = c.index_divisor.divide(int32_t(x));
+          if (!kIndexed && x >= 0) x += w.row_begin;
+          const int64_t last = p.level.num_pages - 1;
+          bool inside = x < last;
+          if (x == last) {
+            const int key = kv_begin + (tile + j) * kKvTile + half * 32 + lane;
+            inside = key - c.page_size.divide(key) * c.page_size.divisor < p.level.last_page_size;
+          }
+          fault |= x >= 0 && !inside;
+          page[half] = x >= 0 && inside ? int32_t(x) : -1;
+        }
+        if (fault) atomicOr(&w.faults, kFaultPages);
+        ptx::mbarrier_wait(ptx::shared_address(&control.rows_empty[ring.at]), ring.parity() ^ 1);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) rows[ring.at * kKvTile + half * 32 + lane] = page[half];
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.rows_full[ring.at]));
+        ring.advance();
+      }
+    }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.slot_empty[slot.at]));
+    slot.advance();
+  }
+}
+
 // A producer warp brings 32 of the 64 rows of a tile, lane i knowing where row i lies; eight lanes copy a
 // row.
-template <class Traits, bool kIndexed>
+template <class Traits>
 struct Loader {
   static constexpr int kRows = kKvTile / kProducerWarps;
 
   const AttentionParams& p;  // constant bank: strides and divisors cost no registers
   const LaunchConstants& c;
   const int lane, warp;
-  int64_t row_begin;
-  int lo, hi;  // keys [lo, hi) may be read
-  const char *k, *v;
-  int32_t index, offset;  // of this lane's row of the next tile; offset -1: no such key
+  const char *k, *v;  // this lane's chunk of the head's first row
 
   __device__ __forceinline__ Loader(const AttentionParams& p_, const LaunchConstants& c_, int warp_)
       : p(p_), c(c_), lane(threadIdx.x % 32), warp(warp_) {}
 
   __device__ __forceinline__ void begin(const Work& w) {
-    row_begin = w.row_begin;
-    lo = w.lo;
-    hi = w.kv_end;
-    k = static_cast<const char*>(p.k) + int64_t(w.kv_head) * c.k_head_bytes;
-    v = static_cast<const char*>(p.v) + int64_t(w.kv_head) * c.v_head_bytes;
+    k = static_cast<const char*>(p.k) + int64_t(w.kv_head) * c.k_head_bytes + lane % 8 * 16;
+    v = static_cast<const char*>(p.v) + int64_t(w.kv_head) * c.v_head_bytes + lane % 8 * 16;
   }
 
-  // Reads the index of this lane's row in the tile that starts at key `first`; used as late as possible.
-  __device__ __forceinline__ void look_up(int first) {
-    const int key = first + warp * kRows + lane;
-    const bool valid = key >= lo && key < hi;
-    const int page = c.page_size.divide(valid ? key : lo);
-    offset = valid ? key - page * c.page_size.divisor : -1;
-    index = page;
-    if (kIndexed && valid) index = __ldg(p.level.indices + row_begin + int64_t(page) * p.level.index_step);
-  }
-
-  // Starts the copies of the tile that was looked up. Rows that do not exist become zeros, since 0 * NaN
-  // would be NaN in the product with V. Returns whether this lane's row lies on a page outside the cache,
-  // which is not read and condemns the item.
-  __device__ __forceinline__ bool copy(uint32_t k_tile, uint32_t v_tile) {
-    int64_t page = index;
-    if constexpr (kIndexed) {
-      if (c.index_divisor.divisor != 1 && index >= 0) page = c.index_divisor.divide(index);
-    } else {
-      page += row_begin;
+  // Starts the copies of a tile whose lane's row is key `key` on `page`. Rows that do not exist become zeros,
+  // since 0 * NaN would be NaN in the product with V.
+  __device__ __forceinline__ void copy(int key, int32_t page, uint32_t k_tile, uint32_t v_tile) const {
+    // Distances from the head's first row, multiples of 16 bytes: the lowest bit is free to say that there is
+    // no row.
+    uint64_t k_row = 1, v_row = 1;
+    if (page >= 0) {
+      const int offset = key - c.page_size.divide(key) * c.page_size.divisor;
+      k_row = page * c.k_page_bytes + offset * c.k_token_bytes;
+      v_row = page * c.v_page_bytes + offset * c.v_token_bytes;
     }
-    const int64_t last = p.level.num_pages - 1;
-    const bool inside = page >= 0 && (page < last || (page == last && offset < p.level.last_page_size));
-    const bool valid = offset >= 0 && inside;
-    // Rows start at multiples of 16 bytes: the lowest bit is free to say that there is none.
-    uint64_t k_row = valid ? uint64_t(k + page * c.k_page_bytes + int64_t(offset) * c.k_token_bytes) : 1u;
-    uint64_t v_row = valid ? uint64_t(v + page * c.v_page_bytes + int64_t(offset) * c.v_token_bytes) : 1u;
+    const uint32_t to = (warp * kRows + lane / 8) * kRowBytes + (((lane % 8) ^ (lane / 8)) << 4);
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
-      const int row = i * 4 + lane / 8, chunk = lane % 8;
-      const uint64_t from_k = __shfl_sync(~0u, k_row, row), from_v = __shfl_sync(~0u, v_row, row);
-      const bool exists = (from_k & 1) == 0;
-      const uint32_t to = (warp * kRows + row) * kRowBytes + ((chunk ^ (row & 7)) << 4);
-      copy_row<Traits::kKChunks>(k_tile + to, exists ? from_k : uint64_t(p.k), chunk, exists);
-      copy_row<Traits::kVChunks>(v_tile + to, exists ? from_v : uint64_t(p.v), chunk, exists);
+      const uint64_t k_found = __shfl_sync(~0u, k_row, i * 4 + lane / 8);
+      uint64_t v_found = k_found;
+      if (!c.same_strides) v_found = __shfl_sync(~0u, v_row, i * 4 + lane / 8);
+      const uint32_t bytes = k_found & 1 ? 0 : 16;
+      // Rows 4 .. 7 of eight have the third bit of the swizzle set.
+      const uint32_t at = (to ^ (i % 2 * 64)) + i * 4 * kRowBytes;
+      copy_row<Traits::kKChunks>(k_tile + at, k + (k_found & ~uint64_t(1)), bytes);
+      copy_row<Traits::kVChunks>(v_tile + at, v + (v_found & ~uint64_t(1)), bytes);
     }
-    return offset >= 0 && !inside;
   }
 
   template <int kChunks>
-  __device__ __forceinline__ void copy_row(uint32_t to, uint64_t from, int chunk, bool exists) const {
-    const char* source = reinterpret_cast<const char*>(from) + (exists ? chunk * 16 : 0);
+  __device__ __forceinline__ void copy_row(uint32_t to, const char* from, uint32_t bytes) const {
 #pragma unroll
     for (int s = 0; s < (kChunks + 7) / 8; ++s)
-      if ((s + 1) * 8 <= kChunks || s * 8 + chunk < kChunks)
-        ptx::cp_async_16(to + s * kKvTile * kRowBytes, source + (exists ? s * kRowBytes : 0),
-                         exists ? 16 : 0);
+      if ((s + 1) * 8 <= kChunks || s * 8 + lane % 8 < kChunks)
+        ptx::cp_async_16(to + s * kKvTile * kRowBytes, from + s * kRowBytes, bytes);
   }
 };
 
-template <class Traits, bool kIndexed>
+template <class Traits>
 __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchConstants& c, Control& control,
-                                        uint32_t stages) {
+                                        const int32_t* rows, uint32_t stages) {
   const int warp = threadIdx.x / 32 - kConsumerWarps, lane = threadIdx.x % 32;
-  Loader<Traits, kIndexed> loader(p, c, warp);
+  Loader<Traits> loader(p, c, warp);
   Ring<kSlots> slot;
+  Ring<kRowTiles> ring;
   Ring<Traits::kStages> stage;
   while (true) {
-    ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity);
-    Work& w = control.slots[slot.at];
+    ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
+    const Work& w = control.slots[slot.at];
     if (w.ticket < 0) return;
-    const int tiles = w.tiles(), kv_begin = w.kv_begin;
+    const int tiles = w.tiles(), first_key = w.kv_begin + warp * Loader<Traits>::kRows + lane;
     loader.begin(w);
-    if (tiles > 0) loader.look_up(kv_begin);
     const bool draws = warp == 0 && lane == 0;
     if (draws && tiles <= kDrawAhead) ptx::mbarrier_arrive(ptx::shared_address(&control.draw));
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i) {
-      ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity ^ 1);
+      ptx::mbarrier_wait(ptx::shared_address(&control.rows_full[ring.at]), ring.parity());
+      const int32_t page = rows[ring.at * kKvTile + warp * Loader<Traits>::kRows + lane];
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.rows_empty[ring.at]));
+      ring.advance();
+      ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
       const uint32_t k_tile = stages + stage.at * Traits::kStageBytes;
-      if (loader.copy(k_tile, k_tile + Traits::kKBytes)) {
-        atomicOr(&w.faults, kFaultPages);
-        __threadfence_block();
-      }
-      ptx::mbarrier_arrive_after_copies(ptx::shared_address(&control.full[stage.at]));
-      loader.look_up(kv_begin + (i + 1) * kKvTile);
+      loader.copy(first_key + i * kKvTile, page, k_tile, k_tile + Traits::kKBytes);
+      ptx::mbarrier_arrive_after_copies(full_barrier(control, stage));
       stage.advance();
       if (draws && tiles - i - 1 == kDrawAhead) ptx::mbarrier_arrive(ptx::shared_address(&control.draw));
     }

@@ -12,6 +12,13 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// Natural log of a row's denominator, and the factor that normalises the row's output.
+__device__ __forceinline__ void finish_state(float max, float sum, float& lse, float& inverse) {
+  lse = sum > 0.f ? max * kLn2 + logf(sum) : -INFINITY;
+  inverse = sum > 0.f ? 1.f / sum : 0.f;
+  if (sum != sum) lse = inverse = sum;
+}
+
 // Weights are 2^(scale * s - max), the maximum being in units of log2(e) too. `scale` is positive.
 struct RowState {
   float max[2] = {-INFINITY, -INFINITY};
@@ -49,12 +56,8 @@ struct RowState {
     }
   }
 
-  // Natural log of the row's denominator, and the factor that normalises the row's output.
   __device__ __forceinline__ void finish(int r, float& lse, float& inverse) const {
-    const float row_sum = quad_sum(sum[r]);
-    lse = row_sum > 0.f ? max[r] * kLn2 + logf(row_sum) : -INFINITY;
-    inverse = row_sum > 0.f ? 1.f / row_sum : 0.f;
-    if (row_sum != row_sum) lse = inverse = row_sum;
+    finish_state(max[r], quad_sum(sum[r]), lse, inverse);
   }
 };
 

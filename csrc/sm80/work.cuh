@@ -20,8 +20,9 @@ struct Work {
   int32_t kv_begin, kv_end;  // a multiple of the KV tile, and the exact end
   int32_t lo;                // first key that any row of the tile may see
   int32_t first, last;       // positions of the first and last row
-  int32_t partial, unit, num_items;
-  int32_t planned_rows;  // rows of one partial state, and where the item's states end
+  int32_t partial, unit;
+  int32_t num_items, parts_begin, parts_end;  // of the merge unit
+  int32_t planned_rows;                       // rows of one partial state, and where the item's states end
   int32_t partial_end;
   int32_t folds;   // one state for all grid chunks (batch-invariant mode)
   int32_t faults;  // KernelFault: the rows become NaN
@@ -33,31 +34,39 @@ struct Work {
 };
 
 struct Control {
-  uint64_t full[kMaxStages], empty[kMaxStages];
+  uint64_t full[2][kMaxStages], empty[kMaxStages];
   uint64_t slot_full[kSlots], slot_empty[kSlots];
+  uint64_t rows_full[kRowTiles], rows_empty[kRowTiles];
   uint64_t draw;  // the producers are nearly through with their item
   int32_t arrived;
   Work slots[kSlots];
+  float2 stats[kConsumerWarps][8];  // maximum and sum of the rows that warps combine
 };
 
-template <int kRows>
-struct Rows {
-  static constexpr int value = kRows;
-};
-
-// Walks round a ring of barriers: a position and the parity of its current phase.
+// Walks round a ring of barriers, lap after lap.
 template <int kSize>
 struct Ring {
   int at = 0;
-  uint32_t parity = 0;
+  uint32_t lap = 0;
 
-  __device__ __forceinline__ void advance() {
-    if (++at == kSize) {
-      at = 0;
-      parity ^= 1;
+  __device__ __forceinline__ uint32_t parity() const { return lap & 1; }
+
+  __device__ __forceinline__ void advance(int steps = 1) {
+    at += steps;
+    while (at >= kSize) {
+      at -= kSize;
+      ++lap;
     }
   }
 };
+
+// A consumer that takes every eighth tile may come to a stage whose tile of the lap before has not even
+// arrived. One barrier could not tell the two apart, since it knows a phase by its parity alone, so laps
+// alternate between two.
+template <int kSize>
+__device__ __forceinline__ uint32_t full_barrier(Control& control, const Ring<kSize>& ring) {
+  return ptx::shared_address(&control.full[ring.lap & 1][ring.at]);
+}
 
 // What is left of an item once the exact lengths are known. Lengths may differ from the planned ones: the
 // first chunk reaches down to the true start of the window, the last one up to the true end.
@@ -81,9 +90,13 @@ __device__ __forceinline__ Work exact_work(const AttentionParams& p, const Launc
   const int64_t row_begin = level.row_begin[item.request], row_end = level.row_end[item.request];
   int kv_len = level.kv_lens[item.request];
   w.row_begin = row_begin;
-  w.num_items = 0;
-  if (item.unit >= 0)
-    w.num_items = reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units)[item.unit].num_items;
+  w.num_items = w.parts_begin = w.parts_end = 0;
+  if (item.unit >= 0) {
+    const MergeUnit unit = reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units)[item.unit];
+    w.num_items = unit.num_items;
+    w.parts_begin = unit.parts_begin;
+    w.parts_end = unit.parts_end;
+  }
 
   const int64_t pages = (row_end - row_begin + level.index_step - 1) / level.index_step;
   if (kv_len < 0 || row_begin < 0 || row_end > level.num_indices || kv_len > pages * level.page_size ||

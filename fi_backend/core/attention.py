@@ -75,7 +75,9 @@ class BatchAttention:
         self._capacity = torch.tensor(self.planner.capacity, dtype=torch.int64)
         self._plan_buffer = PlanBuffer(self.planner.layout.total, self.device)
         self._workspace = self._take_workspace(workspace)
-        # Made now, so that no capture has to allocate it.
+        # Made now, so that no capture has to compile or allocate anything.
+        if self.device.type == "cuda":
+            self.planner.prepare(self.device)
         ops.scale_tensor("k_scale", 1.0, self.device)
         self._qo_indptr: Tensor | None = None
         self._table: PageTable | None = None
@@ -120,7 +122,7 @@ class BatchAttention:
         on_device = self.device.type == "cuda" and qo_indptr_host is None and kv_lens_host is None
         if on_device:
             mask = self._pack(custom_mask, None, None)
-            self.planner.plan_on_device(qo_indptr, page_table.kv_lens, self._plan_buffer.tensor)
+            self._plan_on_device(qo_indptr, page_table.kv_lens)
             plan = None
         else:
             q_host = qo_indptr if qo_indptr_host is None else qo_indptr_host
@@ -133,6 +135,12 @@ class BatchAttention:
             plan = self._plan_on_host(q_host, kv_host)
         self._qo_indptr, self._table, self._mask = qo_indptr, page_table, mask
         return plan
+
+    def _plan_on_device(self, qo_indptr: Tensor, kv_lens: Tensor) -> None:
+        try:
+            self.planner.plan_on_device(qo_indptr, kv_lens, self._plan_buffer.tensor)
+        except ValueError as error:
+            raise PlanError(str(error)) from None
 
     def _plan_on_host(self, qo_indptr: Tensor, kv_lens: Tensor) -> Plan:
         host = self._plan_buffer.host()

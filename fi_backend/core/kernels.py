@@ -17,8 +17,8 @@ from fi_backend.core import jit, ops
 from fi_backend.core.custom_mask import PackedMask
 from fi_backend.core.jit.arch import cuda_arch
 from fi_backend.core.page_table import PageTable
+from fi_backend.core.shipped import build_options
 from fi_backend.core.spec import AttentionSpec
-from fi_backend.core.support import query_tiles
 
 OPS_MODULE = jit.ModuleSpec(name="cpu_ops", sources=("cpu/append.cc", "cpu/merge.cc", "bind/cpu_ops.cc"))
 
@@ -40,6 +40,7 @@ def attention_module(spec: AttentionSpec, device: str | torch.device = "cpu") ->
         name=f"cpu_attention_{spec.dtype}_{spec.kv_dtype}",
         sources=("cpu/attention.cc", "cpu/attention_check.cc", "bind/cpu_attention.cc"),
         defines=(("FI_Q_DTYPE", spec.dtype), ("FI_KV_DTYPE", spec.kv_dtype)),
+        recipe=f"--dtype {spec.dtype} --kv-dtype {spec.kv_dtype}",
     )
 
 
@@ -61,12 +62,12 @@ def cuda_attention_module(spec: AttentionSpec, arch: str) -> jit.ModuleSpec:
             ("FI_KV_DTYPE", spec.kv_dtype),
             ("FI_HEAD_DIM", str(spec.head_dim)),
             ("FI_HEAD_DIM_V", str(spec.head_dim_v)),
-            ("FI_MAX_ROWS", str(query_tiles(spec, "cuda")[1])),
             ("FI_INVARIANT", str(int(spec.batch_invariant))),
             ("FI_LOGITS_TRANSFORM", str(int(transform))),
             ("FI_LOGITS_MASK", str(int(spec.custom_mask))),
         ),
         arch=arch,
+        recipe=build_options(spec),
     )
 
 

@@ -24,9 +24,8 @@ def query_tiles(spec: AttentionSpec, device: str | torch.device) -> tuple[int, i
     """Return the least and the greatest query tile that the kernels of `device` have for `spec`."""
     if torch.device(device).type == "cpu":
         return 1, 128
-    # Taller tiles of these would spill registers (docs/design/sm80.md).
-    wide = max(spec.head_dim, spec.head_dim_v) > 128 or spec.batch_invariant
-    return 16, 64 if wide else 128
+    # Two warps share the columns of a wider row.
+    return 16, 64 if spec.head_dim_v > 128 else 128
 
 
 def resolve(device: str | torch.device) -> torch.device:

@@ -52,7 +52,7 @@ struct DevicePlanMemory {
   CollectiveSlots<kWarps, 4> slots;
   int64_t ideal;
   int64_t load[kWarps], largest[kWarps], large[kWarps];
-  int32_t chunk[kMaxSplitsPerCta][kNumTiles];  // KV tokens of an item, by candidate budget and tile
+  int32_t chunk[kNumCandidates][kNumTiles];  // KV tokens of an item, by candidate budget and tile
   int32_t choice;
   BucketSortMemory<kWarps, kSortBuckets> sort;
   int32_t tile_begin[kSharedRequests + 1];
@@ -87,7 +87,7 @@ template <class Block>
 class DevicePlanner {
  public:
   static constexpr int kThreads = Block::kThreads, kWarps = kThreads / kWarp;
-  static constexpr int kCandidateThreads = kThreads / kMaxSplitsPerCta;
+  static constexpr int kCandidateThreads = kThreads / kNumCandidates;
   static_assert(kCandidateThreads % kWarp == 0 && kWarps <= kWarp);
   using Memory = DevicePlanMemory<kThreads>;
   using Sort = BucketSort<Block, kSortBits>;
@@ -223,9 +223,9 @@ class DevicePlanner {
     if (warp_ == 0) {
       const int64_t ideal = ideal_budget(c_, total, a_.cost_shift);
       if (lane_ == 0) m_.ideal = ideal;
-      if (lane_ < kMaxSplitsPerCta * kNumTiles) {
+      if (lane_ < kNumCandidates * kNumTiles) {
         const int candidate = lane_ / kNumTiles, kind = lane_ % kNumTiles;
-        m_.chunk[candidate][kind] = chunk_tokens(c_, kind, ceil_div(ideal, candidate + 1));
+        m_.chunk[candidate][kind] = chunk_tokens(c_, kind, candidate_budget(ideal, candidate));
       }
     }
     block_.sync();
@@ -267,7 +267,7 @@ class DevicePlanner {
   FI_DEVICE void compare_candidates() {
     constexpr int kGroup = kCandidateThreads / kWarp;
     int64_t time = 0;
-    if (lane_ < kMaxSplitsPerCta) {
+    if (lane_ < kNumCandidates) {
       int64_t load = 0, largest = 0, large = 0;
       for (int w = lane_ * kGroup; w < (lane_ + 1) * kGroup; ++w) {
         load += m_.load[w];
@@ -278,7 +278,7 @@ class DevicePlanner {
     }
     int choice = 0;
     int64_t best = block_.shuffle(time, 0);
-    for (int i = 1; i < kMaxSplitsPerCta; ++i) {
+    for (int i = 1; i < kNumCandidates; ++i) {
       const int64_t next = block_.shuffle(time, i);
       if (is_better(next, best)) {
         best = next;
@@ -345,7 +345,7 @@ class DevicePlanner {
   FI_DEVICE void double_budget(int choice) {
     if (warp_ == 0) {
       // A second doubling starts from the first one's.
-      const int64_t budget = first_doubling_ ? ceil_div(m_.ideal, choice + 1) : m_.ideal;
+      const int64_t budget = first_doubling_ ? candidate_budget(m_.ideal, choice) : m_.ideal;
       const int64_t doubled = budget < kMaxBudget / 2 ? 2 * budget : kMaxBudget;
       if (lane_ < kNumTiles) m_.chunk[choice][lane_] = chunk_tokens(c_, lane_, doubled);
       block_.sync_warp();

@@ -71,9 +71,9 @@ FI_HOST_DEVICE Tile make_tile(const PlannerConfig& c, int32_t request, int32_t q
 // Costs are added up in units of 2^shift, so that no sum over a plan within the limits leaves 64 bits:
 // `greatest` is the cost of a tile, `tickets` the capacity in (item, KV head).
 FI_HOST_DEVICE int cost_shift(int64_t greatest, int64_t tickets, int32_t num_ctas) {
-  int width = 6 - 62;  // the comparison in better_budget() multiplies by up to 50
+  int width = 7 - 62;  // the comparison in is_better() multiplies by up to 100
   for (uint64_t v = uint64_t(greatest); v; v >>= 1) ++width;
-  for (uint64_t v = uint64_t(8 * tickets + 4 * int64_t(num_ctas)); v; v >>= 1) ++width;
+  for (uint64_t v = uint64_t(8 * tickets + 8 * int64_t(num_ctas)); v; v >>= 1) ++width;
   return width > 0 ? width : 0;
 }
 
@@ -98,9 +98,17 @@ FI_HOST_DEVICE int64_t ideal_budget(const PlannerConfig& c, int64_t scaled_total
   return ideal > kMaxBudget >> shift ? kMaxBudget : ideal << shift;
 }
 
-// With so many tickets no candidate can beat the ideal share.
+// With so many tickets no other candidate can beat the ideal share.
 FI_HOST_DEVICE bool has_many_tickets(const PlannerConfig& c, int64_t tiles) {
   return tiles * c.num_kv_heads >= int64_t(8) * c.num_ctas;
+}
+
+// Budgets that are compared: the ideal share first, twice of it (in a small batch the way of a partial state
+// costs more than an uneven share), and fractions, for equal requests that do not divide the CTAs leave a
+// nearly empty last wave.
+FI_HOST_DEVICE int64_t candidate_budget(int64_t ideal, int candidate) {
+  if (candidate == 1) return ideal < kMaxBudget / 2 ? 2 * ideal : kMaxBudget;
+  return candidate == 0 ? ideal : ceil_div(ideal, candidate);
 }
 
 // KV tokens of one item of this tile kind when an item may cost `budget`.
@@ -129,15 +137,15 @@ FI_HOST_DEVICE Share estimate_share(const PlannerConfig& c, int kind, int32_t kv
 FI_HOST_DEVICE bool is_large(int64_t cost, int64_t largest) { return 4 * cost > 3 * largest; }
 
 // Estimated makespan times 4 CTAs: the average load or the waves of large items, the last of which is full
-// by chance only.
+// by chance only. An eighth of the largest item is added, for several CTAs do not run at one speed.
 FI_HOST_DEVICE int64_t estimate_time(const PlannerConfig& c, int64_t load, int64_t largest, int64_t large) {
   const int64_t waves = ceil_div(large * c.num_kv_heads, c.num_ctas);
   const int64_t average = 4 * load * c.num_kv_heads, in_waves = largest * ((3 * waves + 1) * c.num_ctas);
-  return average > in_waves ? average : in_waves;
+  return (average > in_waves ? average : in_waves) + (largest * (c.num_ctas - 1) >> 1);
 }
 
-// A smaller budget has to promise two percent, for every partial state has to be written and read.
-FI_HOST_DEVICE bool is_better(int64_t time, int64_t best) { return best < 0 || time * 50 < best * 49; }
+// Another budget than the ideal one has to promise one percent.
+FI_HOST_DEVICE bool is_better(int64_t time, int64_t best) { return best < 0 || time * 100 < best * 99; }
 
 FI_HOST_DEVICE Split split_tile(const PlannerConfig& c, int32_t kv_tokens, int32_t chunk) {
   const uint32_t n = chunk_count(kv_tokens, chunk);

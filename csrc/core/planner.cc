@@ -62,8 +62,7 @@ void make_tiles(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
   }
 }
 
-// The cost of an item at which splitting stops. Candidates are the ideal share of Algorithm 1 and its
-// fractions, for equal requests that do not divide the CTAs leave a nearly empty last wave.
+// The cost of an item at which splitting stops.
 int64_t choose_budget(const PlannerConfig& config, int shift, const std::vector<Tile>& tiles) {
   int64_t total = 0;
   for (const Tile& t : tiles) total += scale_cost(tile_cost(config, t.kind, t.kv_end - t.kv_begin), shift);
@@ -71,8 +70,8 @@ int64_t choose_budget(const PlannerConfig& config, int shift, const std::vector<
   if (has_many_tickets(config, int64_t(tiles.size()))) return ideal;
 
   int64_t best = ideal, best_time = -1;
-  for (int parts = 1; parts <= kMaxSplitsPerCta; ++parts) {
-    const int64_t budget = ceil_div(ideal, parts);
+  for (int candidate = 0; candidate < kNumCandidates; ++candidate) {
+    const int64_t budget = candidate_budget(ideal, candidate);
     int32_t chunk[kNumTiles];
     for (int i = 0; i < kNumTiles; ++i) chunk[i] = chunk_tokens(config, i, budget);
     const auto share = [&](const Tile& t) {

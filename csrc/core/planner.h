@@ -11,6 +11,7 @@ namespace fi {
 inline constexpr int kNumTiles = 5;
 inline constexpr int kTileLog2[kNumTiles] = {0, 4, 5, 6, 7};  // query tiles 1, 16, 32, 64, 128
 inline constexpr int kMaxSplitsPerCta = 4;
+inline constexpr int kNumCandidates = 4;  // budgets that are compared
 
 // What the user states at construction; capacities follow from it.
 struct PlannerLimits {

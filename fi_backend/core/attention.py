@@ -34,10 +34,11 @@ class BatchAttention:
     """Attention over paged or contiguous KV for up to `max_requests` requests a step.
 
     spec: what is fixed for the layer. max_requests, max_tokens: of one step (query tokens of all requests
-    together). max_kv_len: KV tokens of one request. device: where q and the caches live. num_ctas: workers to
-    balance over (default: torch's intra-op threads, or one a multiprocessor). planned_queues: run the queues
-    of the paper's Algorithm 1 instead of drawing items by ticket. workspace: uint8, at least workspace_size() bytes,
-    contents arbitrary; layers that run one after another may share it (default: an own one).
+    together). max_kv_len: KV tokens of one request. device: where q and the caches live. num_ctas:
+    workers to balance over (default: torch's intra-op threads, or one a multiprocessor). planned_queues:
+    run the queues of the paper's Algorithm 1 instead of drawing items by ticket. workspace: uint8, at
+    least workspace_size() bytes, contents arbitrary; layers that run one after another may share it
+    (default: an own one).
 
     All memory is allocated here; plan() and run() allocate nothing but the output when none is given.
     Raises UnsupportedError when the spec cannot run on the device (see support.unsupported_reason).

@@ -75,7 +75,7 @@ class CostModel:
         """
         if device.type == "cpu":
             return cls(alpha=1, beta=(4, 5, 7, 11, 18), part_cost=256)
-        return cls()
+        return cls(alpha=10, beta=(4, 4, 4, 5, 7), part_cost=1500)
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,8 +161,8 @@ def test_text_shows_the_numbers(tmp_path: Path) -> None:
     assert re.search(r"^r0 q 0 \(16\): 1 +▓·█░$", out, re.MULTILINE)
     assert "4 of 16 KV tokens are shared copies (25%)" in out
     assert "2 requests × 4 tokens (requests 0-1)" in out
-    assert "max/mean 1.17, 2 CTAs" in out
-    assert "mean 48, min 40, max 56" in out
+    assert "max/mean 1.04, 2 CTAs" in out
+    assert "mean 192, min 184, max 200" in out
 
 
 def test_lengths_and_block_table_from_the_command_line(tmp_path: Path) -> None:

@@ -101,8 +101,20 @@ def _run(run: dict[str, Any]) -> dict[str, Any]:
         llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
+    _forget_graph_pool()
     cleanup_dist_env_and_memory()
     return result
+
+
+def _forget_graph_pool() -> None:
+    """Let the next engine of this process capture into a pool of its own.
+
+    vLLM keeps one for good, which torch has dropped with the last graph of an engine that is gone.
+    """
+    from vllm.platforms import current_platform
+
+    if hasattr(type(current_platform), "_global_graph_pool"):
+        type(current_platform)._global_graph_pool = None
 
 
 def _sinks_in_every_layer() -> AbstractContextManager[Any]:

@@ -1,14 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of this folder need a CUDA device and are skipped without one."""
+"""Tests of this folder need a CUDA device and are skipped without one.
+
+The tests of attention also run on a CPU, to check the tests themselves, with --gpu-tests-on=cpu.
+"""
 
 from __future__ import annotations
 
+import gpu_device
 import pytest
 import torch
+from gpu_specs import all_specs
+
+from fi_backend.core.prepare import prepare
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the switch."""
+    parser.addoption(
+        "--gpu-tests-on",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: check the bodies of the attention tests without a GPU",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell the helpers."""
+    gpu_device.use(config.getoption("--gpu-tests-on", "cuda"))
+
+
+def _skip_without_a_device() -> None:
+    if gpu_device.on_cuda() and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def needs_a_cuda_device() -> None:
+def needs_a_cuda_device(request: pytest.FixtureRequest) -> None:
     """Skip the module where torch sees no GPU."""
-    if not torch.cuda.is_available():
+    if not gpu_device.on_cuda() and not request.module.__name__.startswith("test_cuda_attention"):
         pytest.skip("needs a CUDA device")
+    _skip_without_a_device()
+
+
+@pytest.fixture(scope="session")
+def attention_modules() -> None:
+    """Compile everything that the tests of attention load, all of it at once."""
+    _skip_without_a_device()  # fixtures of the session come before those of a module
+    prepare(*all_specs(), device=gpu_device.device())

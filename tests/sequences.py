@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 from attention_batch import SPLIT_COSTS, torch_threads
-from engine_memory import Layout, choose_pages, kv_caches, page_table
+from engine_memory import Layout, choose_pages, kv_caches, move, page_table
 from oracle import attention
 from torch import Tensor
 
@@ -63,8 +63,9 @@ def compute(
     costs: CostModel = SPLIT_COSTS,
     layout: Layout | None = None,
     page_seed: int = 0,
+    device: str = "cpu",
 ) -> list[tuple[Tensor, Tensor]]:
-    """(out, lse) of each part when all of them are one batch."""
+    """(out, lse) of each part when all of them are one batch, computed on `device`."""
     with torch_threads(1):
         layout = layout or Layout()
         random = torch.Generator().manual_seed(page_seed)
@@ -77,6 +78,7 @@ def compute(
                 tokens = slice(n * spec.page_size, min(end, (n + 1) * spec.page_size))
                 k_cache[page, : tokens.stop - tokens.start] = sequence.k[tokens]
                 v_cache[page, : tokens.stop - tokens.start] = sequence.v[tokens]
+        k_cache, v_cache = move(device, k_cache, v_cache)
         lens = torch.tensor(kv_lens, dtype=torch.int32)
         attn = BatchAttention(
             spec,
@@ -86,15 +88,17 @@ def compute(
             num_ctas=num_ctas,
             planned_queues=planned_queues,
             costs=costs,
+            device=device,
         )
         starts = torch.tensor([0, *[end - begin for _, begin, end in parts]]).cumsum(0).to(torch.int32)
-        attn.plan(
-            starts, page_table(layout.table, pages, lens, spec.page_size, random), kv_lens_host=lens + slack
-        )
-        q = torch.cat([sequence.q[begin:end] for sequence, begin, end in parts])
-        lse = torch.empty(q.shape[:2])
+        table = page_table(layout.table, pages, lens.to(device), spec.page_size, random)
+        attn.plan(starts.to(device), table, qo_indptr_host=starts, kv_lens_host=lens + slack)
+        q = torch.cat([sequence.q[begin:end] for sequence, begin, end in parts]).to(device)
+        lse = torch.empty(q.shape[:2], device=device)
+        given = {name: value.to(device) for name, value in extras(spec).items()}
         with torch_threads(threads):
-            out = attn.run(q, k_cache, v_cache, lse=lse, **extras(spec))
+            out = attn.run(q, k_cache, v_cache, lse=lse, **given)
+        out, lse = out.cpu(), lse.cpu()
         bounds = starts.tolist()
         return [(out[a:b], lse[a:b]) for a, b in pairwise(bounds)]
 

@@ -36,6 +36,19 @@ def poison(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.full((math.prod(shape) * size,), POISON_BYTE, dtype=torch.uint8).view(dtype).view(shape)
 
 
+def move(device: str | torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors on `device`, with the memory round them; those that share memory still share it."""
+    memories: dict[int, Tensor] = {}
+    moved = []
+    for t in tensors:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in memories:
+            memories[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage).to(device)
+        memory = memories[storage.data_ptr()].view(t.dtype)
+        moved.append(memory.as_strided(t.shape, t.stride(), t.storage_offset()))
+    return tuple(moved)
+
+
 def kv_cache(kind: str, dtype: torch.dtype, pages: int, page_size: int, heads: int, dim: int) -> Tensor:
     """Poisoned memory, seen as [pages, page_size, heads, dim]."""
     if kind == "hnd":
@@ -43,7 +56,7 @@ def kv_cache(kind: str, dtype: torch.dtype, pages: int, page_size: int, heads: i
     if kind == "strided":  # the pages of several layers lie side by side
         return poison(dtype, pages, 3, page_size, heads, dim)[:, 1]
     if kind == "heads":
-        return poison(dtype, pages, page_size, heads + 1, dim + 8)[:, :, 1:, :dim]
+        return poison(dtype, pages, page_size, heads + 1, dim + 16)[:, :, 1:, :dim]
     return poison(dtype, pages, page_size, heads, dim)
 
 
@@ -78,12 +91,17 @@ def choose_pages(
 def page_table(
     kind: str, pages: list[list[int]], kv_lens: Tensor, page_size: int, random: torch.Generator
 ) -> PageTable:
-    """The pages as one of the engines' index structures, garbage behind the end of each row."""
+    """The pages as one of the engines' index structures, garbage behind the end of each row.
+
+    It lies on the device of kv_lens.
+    """
+    device = kv_lens.device
     if kind == "ragged":
-        return PageTable.ragged(torch.tensor([RAGGED_START, *kv_lens.tolist()], dtype=torch.int64).cumsum(0))
+        bounds = torch.tensor([RAGGED_START, *kv_lens.tolist()], dtype=torch.int64).cumsum(0)
+        return PageTable.ragged(bounds.to(device))
     if kind == "csr":
-        indptr = torch.tensor([0, *map(len, pages)]).cumsum(0).to(torch.int32)
-        flat = torch.tensor([page for row in pages for page in row], dtype=torch.int32)
+        indptr = torch.tensor([0, *map(len, pages)]).cumsum(0).to(device, torch.int32)
+        flat = torch.tensor([page for row in pages for page in row], dtype=torch.int32, device=device)
         return PageTable.from_csr(indptr, flat, page_size=page_size, kv_lens=kv_lens)
     step = page_size if kind == "token" else 1
     width = (max(map(len, pages), default=0) + 2) * step
@@ -97,6 +115,7 @@ def page_table(
         for position, page in enumerate(ids):
             slots = torch.arange(step) + page * step if page >= 0 else torch.full((step,), -1)
             table[row, position * step : (position + 1) * step] = slots.to(torch.int32)
+    [table] = move(device, table)
     if kind == "token":
-        return PageTable.from_token_table(table, order, kv_lens, page_size=page_size)
+        return PageTable.from_token_table(table, order.to(device), kv_lens, page_size=page_size)
     return PageTable.from_block_table(table[: len(pages)], kv_lens, page_size=page_size)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A random batch as an engine would hold it, run through BatchAttention and compared with the oracle.
 
+The batch is made on the host, runs on the device that it names, and its results come back to the host.
+
 Everything that a kernel must not read is poison: NaN in the tails of pages, in unused pages, in pages left of
 every window (whose ids are -1), in padding between strides and in rows beyond the batch; garbage ids behind
 the end of table rows; garbage bytes in the workspace. What it must not write is compared afterwards.
@@ -15,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from engine_memory import POISON_BYTE, Layout, choose_pages, kv_caches, page_table, poison
+from engine_memory import POISON_BYTE, Layout, choose_pages, kv_caches, move, page_table, poison
 from numeric import assert_bitwise_equal, assert_close, assert_lse_close
 from oracle import attention
 from torch import Tensor
@@ -28,6 +30,7 @@ SPLIT_COSTS = CostModel(
     granule=16, min_chunk=16, alpha=1, beta=(1, 1, 1, 1, 1), part_cost=1, invariant_grid=64
 )
 GUARD_BYTES = 256
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,8 @@ class Batch:
     planned_queues: bool = False
     costs: CostModel | None = None
     seed: int = 0
+    device: str = "cpu"
+    host_lengths: bool = True  # on CUDA: the host planner; otherwise the device planner
 
 
 @contextmanager
@@ -59,8 +64,8 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def scale_argument(value: float | tuple[float, ...]) -> Any:
-    return torch.tensor(value, dtype=torch.float32) if isinstance(value, tuple) else value
+def scale_argument(value: float | tuple[float, ...], device: str = "cpu") -> Any:
+    return torch.tensor(value, dtype=torch.float32, device=device) if isinstance(value, tuple) else value
 
 
 class EngineState:
@@ -105,13 +110,15 @@ class EngineState:
         self.k_cache, self.v_cache = kv_caches(layout, kv_dtype, *sizes)
         for request, pages in enumerate(self.pages):
             first = self._first_visible(request)
-            for position in range(first, lens[request]):
-                page, offset = pages[position // page_size], position % page_size
-                self.k_cache[page, offset] = self.k[request][position]
-                self.v_cache[page, offset] = self.v[request][position]
+            at = torch.arange(first, lens[request])
+            place = torch.tensor(pages, dtype=torch.int64)[at // page_size], at % page_size
+            for cache, tokens in ((self.k_cache, self.k[request]), (self.v_cache, self.v[request])):
+                bits = _BITS[cache.element_size()]  # fp8 has no indexed assignment
+                cache.view(bits)[place] = tokens[first:].view(bits)
             pages[: first // page_size] = [-1] * (first // page_size)
-        self.kv_lens = torch.tensor(lens, dtype=torch.int32)
+        self.kv_lens = torch.tensor(lens, dtype=torch.int32, device=self.batch.device)
         self.table = page_table(layout.table, self.pages, self.kv_lens, page_size, self.random)
+        self.k_cache, self.v_cache = move(self.batch.device, self.k_cache, self.v_cache)
         if layout.table == "ragged":
             self.k_cache, self.v_cache = self.k_cache[:, 0], self.v_cache[:, 0]
         if layout.raw_fp8 and spec.kv_dtype.startswith("float8"):
@@ -125,27 +132,36 @@ class EngineState:
             return 0
         return min(kv_len, max(0, kv_len - q_len - window))
 
-    def expected(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(o, lse, amplitude) of the oracle, amplitude being sum(p * |v|)."""
+    def _there(self, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(self.batch.device)
+
+    def expected(self, device: str = "") -> tuple[Tensor, Tensor, Tensor]:
+        """(o, lse, amplitude) of the oracle on the host, amplitude being sum(p * |v|).
+
+        device: where the oracle computes, the batch's by default.
+        """
         spec, batch = self.batch.spec, self.batch
+        device = device or batch.device
         results = []
         start = 0
         for r, q_len in enumerate(batch.q_lens):
-            values = self.v[r].float()
-            o, lse = attention(
-                self.q[start : start + q_len],
-                self.k[r].float(),
-                torch.cat([values, values.abs()], dim=2),
-                scale=spec.scale,
-                causal=spec.causal,
-                window_left=spec.window_left,
-                soft_cap=spec.logits_soft_cap,
-                slopes=self.slopes,
-                sinks=self.sinks,
-                mask=None if self.masks is None else self.masks[r],
-                k_scale=scale_argument(batch.k_scale),
-                v_scale=scale_argument(batch.v_scale),
-            )
+            with torch.device(device):
+                values = self.v[r].to(device).float()
+                o, lse = attention(
+                    self.q[start : start + q_len].to(device),
+                    self.k[r].to(device).float(),
+                    torch.cat([values, values.abs()], dim=2),
+                    scale=spec.scale,
+                    causal=spec.causal,
+                    window_left=spec.window_left,
+                    soft_cap=spec.logits_soft_cap,
+                    slopes=None if self.slopes is None else self.slopes.to(device),
+                    sinks=None if self.sinks is None else self.sinks.to(device),
+                    mask=None if self.masks is None else self.masks[r].to(device),
+                    k_scale=scale_argument(batch.k_scale, device),
+                    v_scale=scale_argument(batch.v_scale, device),
+                )
+            o, lse = o.cpu(), lse.cpu()
             results.append((o[..., : spec.head_dim_v], lse, o[..., spec.head_dim_v :]))
             start += q_len
         if not results:
@@ -162,7 +178,7 @@ class EngineState:
         memory = poison(self.q.dtype, rows, heads, spec.head_dim)
         q = memory[:, : spec.num_qo_heads]
         q[layout.first_token : layout.first_token + self.q.shape[0]] = self.q
-        return q
+        return move(self.batch.device, q)[0]
 
     def outputs(self) -> tuple[Tensor, Tensor]:
         """Poisoned out and lse."""
@@ -171,6 +187,7 @@ class EngineState:
         pad = 1 if layout.out == "heads" else 0
         out = poison(self.q.dtype, rows, spec.num_qo_heads + pad, spec.head_dim_v)
         lse = poison(torch.float32, rows, spec.num_qo_heads + pad)
+        out, lse = move(self.batch.device, out, lse)
         self.gaps = out[:, :pad], lse[:, :pad]
         return out[:, pad:], lse[:, pad:]
 
@@ -184,20 +201,28 @@ class EngineState:
             "max_tokens": max(1, sum(batch.q_lens)),
             "max_kv_len": max([1, *bounds]),
         }
-        options = {"num_ctas": batch.num_ctas, "planned_queues": batch.planned_queues, "costs": batch.costs}
+        options: dict[str, Any] = {
+            "num_ctas": batch.num_ctas,
+            "planned_queues": batch.planned_queues,
+            "costs": batch.costs,
+            "device": batch.device,
+        }
         size = BatchAttention(batch.spec, **limits, **options).workspace_size()
-        self.workspace = torch.full((size + GUARD_BYTES,), POISON_BYTE, dtype=torch.uint8)
+        memory = torch.full((size + GUARD_BYTES,), POISON_BYTE, dtype=torch.uint8)
+        [self.workspace] = move(batch.device, memory)
         attn = BatchAttention(batch.spec, **limits, **options, workspace=self.workspace[:size])
-        starts = torch.tensor([batch.layout.first_token, *batch.q_lens]).cumsum(0).to(torch.int32)
+        self.starts = torch.tensor([batch.layout.first_token, *batch.q_lens]).cumsum(0).to(torch.int32)
         kwargs: dict[str, Any] = {"custom_mask": self.masks} if self.masks is not None else {}
-        if batch.bound_slack:
+        if batch.bound_slack or (batch.device != "cpu" and batch.host_lengths):
+            kwargs["qo_indptr_host"] = self.starts
             kwargs["kv_lens_host"] = torch.tensor(bounds, dtype=torch.int32)
-        attn.plan(starts, self.table, **kwargs)
+        attn.plan(self.starts.to(batch.device), self.table, **kwargs)
         return attn
 
     def run(self, attn: BatchAttention, *, threads: int = 2) -> tuple[Tensor, Tensor]:
-        """out and lse of all rows, poison included."""
+        """out and lse of all rows, poison included, on the host."""
         q, (out, lse) = self.queries(), self.outputs()
+        device = self.batch.device
         with torch_threads(threads):
             result = attn.run(
                 q,
@@ -205,18 +230,25 @@ class EngineState:
                 self.v_cache,
                 out=out,
                 lse=lse,
-                k_scale=scale_argument(self.batch.k_scale),
-                v_scale=scale_argument(self.batch.v_scale),
-                alibi_slopes=self.slopes,
-                sinks=self.sinks,
+                k_scale=scale_argument(self.batch.k_scale, device),
+                v_scale=scale_argument(self.batch.v_scale, device),
+                alibi_slopes=self._there(self.slopes),
+                sinks=self._there(self.sinks),
             )
         assert result is out
-        return out, lse
+        return out.cpu(), lse.cpu()
 
     def inside(self, rows: Tensor) -> Tensor:
         """The rows of the batch, without the padding rows."""
         first = self.batch.layout.first_token
         return rows[first : first + self.q.shape[0]]
+
+
+def counters(attn: BatchAttention) -> Tensor:
+    """Ticket, faults and arrivals as the last launch left them: int32 on the host."""
+    begin = attn.planner.layout.counters
+    count = attn.planner.capacity[-1]
+    return attn._plan_buffer.tensor[begin : begin + 4 * count].cpu().view(torch.int32)
 
 
 def logit_size(batch: Batch) -> float:
@@ -225,13 +257,13 @@ def logit_size(batch: Batch) -> float:
     return max(1.0, batch.gain * k_scale * abs(batch.spec.scale) * math.sqrt(batch.spec.head_dim))
 
 
-def check(batch: Batch) -> EngineState:
+def check(batch: Batch, *, oracle_device: str = "") -> EngineState:
     """Run `batch` with two numbers of threads and compare values, padding, workspace guard and bits."""
     with torch_threads(1):
         state = EngineState(batch)
         attn = state.attention()
         out, lse = state.run(attn, threads=2)
-        o, expected_lse, amplitude = state.expected()
+        o, expected_lse, amplitude = state.expected(oracle_device)
         slack = logit_size(batch)
         assert_lse_close("lse", state.inside(lse), expected_lse, slack=slack)
         assert_close("out", state.inside(out), o, amplitude=amplitude, slack=slack)
@@ -244,4 +276,5 @@ def check(batch: Batch) -> EngineState:
         again, lse_again = state.run(attn, threads=3)
         assert_bitwise_equal("out of a second run", again, out)
         assert_bitwise_equal("lse of a second run", lse_again, lse)
+        assert not counters(attn).any(), "a launch left faults, or counters that it must reset"
     return state

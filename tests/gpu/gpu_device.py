@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -72,3 +73,9 @@ def int32(*values: int) -> Tensor:
 def starts_of(q_lens: tuple[int, ...] | list[int]) -> Tensor:
     """qo_indptr of requests with these query lengths, on the host."""
     return torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32)
+
+
+def only_on_cuda() -> None:
+    """Skip what a CPU cannot stand in for."""
+    if not on_cuda():
+        pytest.skip("needs a CUDA device")

@@ -16,7 +16,7 @@ CXX_FILES = $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -na
 export FI_BACKEND_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache
 
 .NOTPARALLEL:
-.PHONY: help demo test test-vllm-versions test-isa test-cuda-all lint format wheel modules setup clean
+.PHONY: help demo test test-vllm-versions test-isa test-cuda-all test-gpu lint format wheel modules setup clean
 
 help:
 	@echo "make demo     serve a small model with vLLM on fi and check its answer"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-vllm-versions  the adapter under other versions of vLLM (downloads them)"
 	@echo "make test-isa  the CPU kernels compiled for other instruction sets"
 	@echo "make test-cuda-all  compile and load every shipped CUDA module (needs nvcc, no GPU)"
+	@echo "make test-gpu  the tests that need a GPU, also under compute-sanitizer"
 	@echo "make lint     ruff, mypy, clang-format"
 	@echo "make format   rewrite the sources in the project's format"
 	@echo "make wheel    sdist and wheel into dist/"
@@ -46,6 +47,11 @@ test-isa: $(VENV)/.dev
 # Eighty modules, minutes; `make test` compiles a selection of them.
 test-cuda-all: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/build/test_cuda_compile.py --cuda-all $(PYTEST_ARGS)
+
+# With the Python of an environment that has a CUDA build of torch: `make test-gpu GPU_PYTHON=python3`.
+GPU_PYTHON ?= $(PYTHON)
+test-gpu:
+	PYTHON='$(GPU_PYTHON)' PYTEST_ARGS='$(PYTEST_ARGS)' scripts/gpu_tests.sh
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

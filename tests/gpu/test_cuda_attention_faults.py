@@ -8,6 +8,7 @@ other requests keep their bits, a word of the plan buffer says what was met, and
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -33,17 +34,23 @@ STEP = Step((1, 1, 20, 30, 2), (700, 1500, 300, 900, 65), 11)
 SPLITS = {"split": SPLIT_COSTS, "one chunk": CostModel(min_chunk=4096)}
 
 
+@cache
+def prepared(module: str, costs: CostModel) -> tuple[Serving, BatchAttention]:
+    engine = Serving(spec(module, 8, 2))
+    return engine, engine.attention(costs=costs)
+
+
 class Faulty:
     """A planned step, its right results, and the comparison of what a spoilt run leaves."""
 
-    def __init__(self, module: str, costs: CostModel, **options: Any) -> None:
+    def __init__(self, module: str, costs: CostModel) -> None:
         only_on_cuda()
-        self.engine = Serving(spec(module, 8, 2, **options))
-        self.attn = self.engine.attention(costs=costs)
+        self.engine, self.attn = prepared(module, costs)
         self.good = self.run()
         assert not counters(self.attn).any()
 
     def plan(self) -> None:
+        self.engine.table.indices.copy_(self.engine.blocks_host)
         self.engine.fill(STEP)
         self.engine.plan(self.attn, STEP)
 
@@ -82,22 +89,14 @@ class Faulty:
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("costs", SPLITS.values(), ids=SPLITS)
-@pytest.mark.parametrize("page", [-1, -(2**31), 2**31 - 1, 8 * 125 + 2, 10**6])
+@pytest.mark.parametrize("page", [-1, -(2**31), 2**31 - 1, 8 * 125 + 2])
 @pytest.mark.parametrize("place", [0, 17, 55])
 def test_page_ids_outside_the_cache(module: str, costs: CostModel, page: int, place: int) -> None:
-    """place: of the bad id in the rows of the table; 55 is seen by all queries of request 3 but no tail."""
+    """place: of the bad id in the rows of the table; the last one is seen by some queries of request 3."""
     step = Faulty(module, costs)
-    table = step.engine.table.indices
-    before = table[[1, 3], place].clone()
     step.plan()
+    table = step.engine.table.indices
     table[1, place] = table[3, place] = page
-    run = step.run
-
-    def restored() -> tuple[Tensor, Tensor]:
-        table[[1, 3], place] = before
-        return run()
-
-    step.run = restored  # type: ignore[method-assign]
     step.expect({1: "nan", 3: "nan" if place < 54 else "partly"}, PAGES)
 
 
@@ -242,13 +241,11 @@ def test_debug_mode_raises_and_the_next_step_is_right(
     spoil: Any, message: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Faulty(module, SPLIT_COSTS)
-    table = step.engine.table.indices.clone()
     monkeypatch.setenv("FI_BACKEND_DEBUG", "1")
     for _ in range(3):
         step.plan()
         spoil(step.engine)
         with pytest.raises(ValueError, match=message):
             step.engine.run(step.attn)
-        step.engine.table.indices.copy_(table)
         again = step.run()
         assert_bitwise_equal("out", again[0], step.good[0])

@@ -30,6 +30,9 @@ BATCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": ("64", {"q_lens": (1, 20, 3), "kv_lens": (200, 40, 130)}),
     "prefill": ("128", {"q_lens": (70,), "kv_lens": (140,), "num_ctas": 2}),
     "tall tiles": ("64", {"q_lens": (150,), "kv_lens": (150,), "num_ctas": 1}),
+    "tall and short tiles": (
+        "64", {"q_lens": (150, 50, 150, 1), "kv_lens": (150, 60, 150, 200), "num_ctas": 1},
+    ),
     "wide heads": ("256", {"q_lens": (1, 20), "kv_lens": (200, 70)}),
     "fp8": ("e4m3 128", {"q_lens": (1, 20), "kv_lens": (200, 70), "k_scale": 0.5}),
     "invariant": ("invariant 128", {"q_lens": (1, 20), "kv_lens": (300, 130)}),

@@ -41,11 +41,13 @@ def rows(result: Result, begin: int, end: int) -> Result:
     return result[0][begin:end], result[1][begin:end]
 
 
+@pytest.mark.parametrize("num_ctas", [132, 3])
 @pytest.mark.parametrize("module", [*NORMAL, *INVARIANT])
-def test_twenty_runs_give_the_same_bits(module: str) -> None:
-    """Other CTAs draw other items in every run."""
-    lens = {"q_lens": (1, 300, 1, 17, 1, 1), "kv_lens": (5000, 700, 3000, 17, 64, 2000)}
-    state = EngineState(batch(spec=spec(module, 8, 2), num_ctas=132, costs=CostModel(min_chunk=64), **lens))
+def test_twenty_runs_give_the_same_bits(module: str, num_ctas: int) -> None:
+    """Other CTAs draw other items in every run, and tiles of every height follow each other in one CTA."""
+    lens = {"q_lens": (1, 300, 1, 17, 30, 1, 64, 9), "kv_lens": (5000, 700, 3000, 17, 64, 2000, 64, 900)}
+    costs = CostModel(min_chunk=64)
+    state = EngineState(batch(spec=spec(module, 8, 2), num_ctas=num_ctas, costs=costs, **lens))
     attn = state.attention()
     first = state.run(attn)
     for n in range(19):

@@ -8,7 +8,7 @@
 
 namespace fi::bind {
 
-inline constexpr int64_t kConfigFields = 21;
+inline constexpr int64_t kConfigFields = 22;
 
 inline PlannerConfig read_config(TensorView config) {
   expect_vector("config", config, kInt64, kConfigFields);
@@ -26,9 +26,9 @@ inline PlannerConfig read_config(TensorView config) {
   c.min_chunk = int32_t(v[11]);
   c.alpha = int32_t(v[12]);
   for (int i = 0; i < kNumTiles; ++i) c.beta[i] = int32_t(v[13 + i]);
-  c.part_cost = int32_t(v[18]);
-  c.min_tile = int32_t(v[19]);
-  c.max_tile = int32_t(v[20]);
+  c.part_cost = int32_t(v[13 + kNumTiles]);
+  c.min_tile = int32_t(v[14 + kNumTiles]);
+  c.max_tile = int32_t(v[15 + kNumTiles]);
   return c;
 }
 

@@ -7,6 +7,12 @@
 #include "plan_rules.h"
 
 namespace fi {
+namespace {
+
+// Rows of a partial state, on average, that the scratch memory has room for.
+constexpr int64_t kPartialRows = 64;
+
+}  // namespace
 
 // With tiles of up to H rows a request of n packed rows has one tile when n <= H and at most n / H + 1
 // otherwise, so there are at most R + T * group / H tiles. With budget >= total * heads / (4 * CTAs) the sum
@@ -19,7 +25,8 @@ PlanCapacity plan_capacity(const PlannerConfig& config) {
   const int64_t splits = ceil_div(int64_t(kMaxSplitsPerCta) * config.num_ctas, config.num_kv_heads);
   const int64_t states = (config.invariant_grid > 0 ? 8 : 2) * splits;
   const int64_t units = std::min(tiles, splits);
-  const int64_t height = std::min<int64_t>(config.max_tile, rows);
+  // Tall tiles are split seldom; where they are, the budget doubles until their rows fit.
+  const int64_t height = std::min<int64_t>({config.max_tile, rows, kPartialRows});
   const int64_t items = tiles + splits;
   const int64_t tickets = items * config.num_kv_heads;
   const int64_t entries = config.planned_queues ? tickets : 0;

@@ -376,7 +376,7 @@ class DevicePlanner {
   FI_DEVICE WorkItem item_of(Tiles tiles, int32_t item, int32_t t) const {
     const int32_t shape = tiles.at(kShape, t);
     const Tile tile{tiles.at(kRequest, t), tiles.at(kQBegin, t), tiles.at(kKvBegin, t),
-                    tiles.at(kKvEnd, t),   uint8_t(shape),       uint8_t(shape >> 8)};
+                    tiles.at(kKvEnd, t),   uint8_t(shape),       uint16_t(shape >> 8)};
     const Split split{tiles.at(kChunkLen, t), tiles.at(kChunks, t), 0};
     return make_item(c_, tile, split, item - tiles.at(kFirstItem, t), tiles.at(kUnit, t),
                      tiles.at(kFirstRow, t));

@@ -6,8 +6,8 @@
 namespace fi {
 
 inline constexpr int32_t kPlanMagic = 0x50494621;
-inline constexpr int32_t kPlanVersion = 2;
-inline constexpr int32_t kMaxQueryTile = 128;
+inline constexpr int32_t kPlanVersion = 3;
+inline constexpr int32_t kMaxQueryTile = 256;
 
 enum WorkItemFlags : uint8_t {
   // The first chunk of its query tile. A kernel moves its begin down to the true start of the window,
@@ -33,10 +33,9 @@ enum PlannerFault : int32_t {
 
 // (level, query tile, KV chunk) -> one partial or final attention state of every KV head.
 struct WorkItem {
-  uint8_t level;      // index of the block-sparse rows that hold the pages
-  uint8_t flags;      // WorkItemFlags
-  uint8_t tile_log2;  // query tile height Tq = 1 << tile_log2, from {1, 16, 32, 64, 128}
-  uint8_t q_rows;     // packed query rows in use, 1 .. Tq
+  uint8_t flags;      // WorkItemFlags; the upper half is left for the index of the level that holds the pages
+  uint8_t tile_log2;  // query tile height Tq = 1 << tile_log2, from {1, 16, 32, 64, 128, 256}
+  uint16_t q_rows;    // packed query rows in use, 1 .. Tq
   int32_t request;    // row group
   int32_t q_begin;    // first packed row of the tile in its request; packed row = token * group + head
   int32_t kv_begin;   // KV tokens [kv_begin, kv_end) of the request

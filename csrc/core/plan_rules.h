@@ -20,7 +20,7 @@ struct Tile {
   int32_t kv_begin;
   int32_t kv_end;
   uint8_t kind;  // index into kTileLog2
-  uint8_t q_rows;
+  uint16_t q_rows;
 };
 
 // How a tile is cut: `chunks` items of `chunk_len` KV tokens, the last one shorter. `states` counts its
@@ -65,7 +65,7 @@ FI_HOST_DEVICE Tile make_tile(const PlannerConfig& c, int32_t request, int32_t q
     begin = int32_t(uint32_t(first - c.window_left) / align * align);
   }
   if (end <= begin) begin = end = 0;
-  return {request, q_begin, begin, end, uint8_t(kind), uint8_t(q_rows)};
+  return {request, q_begin, begin, end, uint8_t(kind), uint16_t(q_rows)};
 }
 
 // Costs are added up in units of 2^shift, so that no sum over a plan within the limits leaves 64 bits:
@@ -168,8 +168,7 @@ FI_HOST_DEVICE WorkItem make_item(const PlannerConfig& c, const Tile& t, const S
   const bool last = chunk + 1 == s.chunks, split = s.chunks > 1;
   const int32_t begin = t.kv_begin + chunk * s.chunk_len, end = last ? t.kv_end : begin + s.chunk_len;
   const uint8_t flags = uint8_t((chunk == 0 ? kFirstChunk : 0) | (last ? kLastChunk : 0));
-  return {0,
-          flags,
+  return {flags,
           uint8_t(tile_log2(t.kind)),
           t.q_rows,
           t.request,

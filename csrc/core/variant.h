@@ -34,7 +34,13 @@ struct KeyRange {
 //   logits_transform  the logit of a scaled dot product; F is float or a vector of floats, `Math` supplies
 //                     tanh and the conversion of positions for F; only asked when has_transform()
 //   finish            final factor of the output, and the final lse, of a row that saw at least one key
+//   kSoftmax          false: transformed logits are the weights themselves, masked ones 0, and outputs add up
+//   (lse 0) query_transform, key_transform   element `d` of a query or key row at a position, given a way to
+//   load the
+//                     row's elements; only asked when kTransformsQuery, kTransformsKey
 struct StandardVariant {
+  static constexpr bool kSoftmax = true, kTransformsQuery = false, kTransformsKey = false;
+
   // The element mask is the same for every head of a KV head's group.
   static constexpr bool kMaskPerHead = false;
 
@@ -65,6 +71,17 @@ struct StandardVariant {
     if (p.soft_cap > 0.0f) logit = Math::tanh(logit * (1.0f / p.soft_cap)) * p.soft_cap;
     if (p.alibi_slopes) logit = logit + Math::to_float(i.kv_pos - i.q_pos) * p.alibi_slopes[i.qo_head];
     return logit;
+  }
+
+  template <class Math, class Load>
+  FI_HOST_DEVICE static float query_transform(const AttentionParams&, Load load, int32_t d, int32_t,
+                                              int32_t) {
+    return load(d);
+  }
+
+  template <class Math, class Load>
+  FI_HOST_DEVICE static float key_transform(const AttentionParams&, Load load, int32_t d, int32_t, int32_t) {
+    return load(d);
   }
 
   FI_HOST_DEVICE static float finish(const AttentionParams& p, int32_t qo_head, int32_t kv_head, float& lse) {

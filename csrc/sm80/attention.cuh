@@ -10,6 +10,7 @@ template <class Traits>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ LaunchConstants c) {
   extern __shared__ __align__(128) char shared[];
+  if (threadIdx.x < kConsumers) warm_lengths(p, c);
   static_assert(sizeof(Control) <= Traits::kControlBytes);
   Control& control = *reinterpret_cast<Control*>(shared + Traits::kSharedBytes - Traits::kControlBytes);
   const uint32_t stages = ptx::shared_address(shared) + Traits::kQBytes;
@@ -39,13 +40,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if constexpr (kMovesRegisters) ptx::give_registers<kProducerRegisters>();
   if (warp == kSchedulerWarp)
-    schedule(p, c, control, Traits::kInvariant);
+    schedule<Traits>(p, c, control);
   else if (warp != kGuideWarp)
     produce<Traits>(p, c, control, rows, stages);
   else if (p.level.indices != nullptr)
-    guide<true>(p, c, control, rows);
+    guide<Traits, true>(p, c, control, rows);
   else
-    guide<false>(p, c, control, rows);
+    guide<Traits, false>(p, c, control, rows);
 }
 
 }  // namespace fi::sm80

@@ -4,7 +4,10 @@
 #include "../core/variant.h"
 #include "../ptx/mma.cuh"
 
-#if !defined(FI_VARIANT)
+// A variant of the user: FI_VARIANT names it, and a generated header defines it.
+#if defined(FI_VARIANT)
+#include "user_variant.h"
+#else
 #define FI_VARIANT StandardVariant
 #endif
 #if !defined(FI_LOGITS_TRANSFORM)
@@ -17,7 +20,7 @@
 namespace fi::sm80 {
 
 using Variant = FI_VARIANT;
-inline constexpr bool kTransform = FI_LOGITS_TRANSFORM;
+inline constexpr bool kTransform = FI_LOGITS_TRANSFORM || !Variant::kSoftmax;
 inline constexpr bool kMask = FI_LOGITS_MASK;
 
 inline constexpr float kLog2e = 1.4426950408889634f;

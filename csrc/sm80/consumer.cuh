@@ -17,11 +17,13 @@ __device__ __forceinline__ uint32_t chunk_pair(uint32_t base, int rows, int pair
 
 __device__ __forceinline__ int row_groups(const Work& w) { return max(1 << w.tile_log2, 16) / 16; }
 
-template <class Traits>
+// kHoldsQ: fragments of the queries stay in registers.
+template <class Traits, bool kHoldsQ = Traits::kQInRegisters>
 struct Consumer {
   using T = typename Traits::T;
   using TKV = typename Traits::TKV;
-  static constexpr int kQSteps = Traits::kHeadDim / 16;      // ksteps of Q K^T
+  static constexpr int kQSteps = Traits::kHeadDim / 16;  // ksteps of Q K^T
+  static constexpr int kKvTile = Traits::kKvTile;
   static constexpr int kTiles = kKvTile / 8;                 // fragments of a tile's logits
   static constexpr int kBlocks = Traits::kWarpColumns / 16;  // 16-column blocks of the output
   static constexpr int kColumns = kBlocks * 2;               // fragments of the output
@@ -32,10 +34,23 @@ struct Consumer {
   const int warp, lane;
   char* slice;
   int group, member, members;  // row group; which of the warps that share its KV tiles; how many those are
-  int column_warp;
-  uint32_t q[Traits::kQInRegisters ? kQSteps : 1][4];
+  int pair, column_warp;       // which of the warps that share rows and columns
+  uint32_t q[kHoldsQ ? kQSteps : 1][4];
   float out[kColumns][4];
   RowState state;
+
+  // Barrier between the warps that share the columns of the same rows.
+  __device__ __forceinline__ void sync_columns() const {
+    if constexpr (Traits::kColumnWarps == 1)
+      __syncwarp();
+    else
+      ptx::named_barrier(10 + pair, 32 * Traits::kColumnWarps);
+  }
+
+  // Where this warp's own columns leave through shared memory.
+  __device__ __forceinline__ char* own_slice() const {
+    return slice + column_warp * (Traits::kSliceBytes / Traits::kColumnWarps);
+  }
 
   // Row of the tile that element r (0, 1) of a fragment holds in this lane.
   __device__ __forceinline__ int row_of(int r) const { return group * 16 + lane / 4 + r * 8; }
@@ -43,11 +58,25 @@ struct Consumer {
   __device__ __forceinline__ Consumer(const AttentionParams& p_, const LaunchConstants& c_, const Work& w_,
                                       int tid, char* shared)
       : p(p_), c(c_), w(w_), warp(tid / 32), lane(tid % 32) {
-    slice = shared + warp * Traits::kSliceBytes;
+    pair = warp / Traits::kColumnWarps;
+    slice = shared + pair * Traits::kSliceBytes;
     members = Traits::kMaxGroups / row_groups(w);
     column_warp = warp % Traits::kColumnWarps;
     group = warp / Traits::kColumnWarps / members;
     member = warp / Traits::kColumnWarps % members;
+    load_queries();
+    clear();
+  }
+
+  // Row group `group_` of a tile in which every warp has two. The slice of the first is the warp's own in
+  // tiles of all heights, so that no other warp's item reaches into it.
+  __device__ __forceinline__ Consumer(const AttentionParams& p_, const LaunchConstants& c_, const Work& w_,
+                                      int tid, char* shared, int group_)
+      : p(p_), c(c_), w(w_), warp(tid / 32), lane(tid % 32) {
+    slice = shared + (group_ / 2 + group_ % 2 * kConsumerWarps) * Traits::kSliceBytes;
+    members = 1;
+    pair = column_warp = member = 0;
+    group = group_;
     load_queries();
     clear();
   }
@@ -60,24 +89,37 @@ struct Consumer {
     state = RowState{};
   }
 
+  // Sixteen rows from global memory to the slice; warps that share them share the work.
   __device__ __forceinline__ void load_queries() {
     constexpr int kChunks = Traits::kHeadDim / 8;  // of 16 bytes, a row
+    constexpr int kMine = kChunks / 2 / Traits::kColumnWarps;
     const T* from = static_cast<const T*>(p.q) + int64_t(w.token_begin) * p.q_stride_token;
-    uint4 raw[kChunks / 2];
+    const auto place = [&](int i, int& row, int& chunk) {
+      const int at = (column_warp * kMine + i) * 32 + lane;
+      row = at / kChunks;
+      chunk = at % kChunks;
+    };
+    uint4 raw[kMine];
 #pragma unroll
-    for (int i = 0; i < kChunks / 2; ++i) {
-      const int row = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
+    for (int i = 0; i < kMine; ++i) {
+      int row, chunk;
+      place(i, row, chunk);
       raw[i] = make_uint4(0, 0, 0, 0);
       if (group * 16 + row < w.q_rows) {
         const int packed = w.q_begin + group * 16 + row;
         const int token = c.group.divide(packed), head = w.kv_head * p.group + packed - token * p.group;
-        raw[i] = __ldg(reinterpret_cast<const uint4*>(from + int64_t(token) * p.q_stride_token +
-                                                      int64_t(head) * p.q_stride_head + chunk * 8));
+        const T* q_row = from + int64_t(token) * p.q_stride_token + int64_t(head) * p.q_stride_head;
+        if constexpr (Variant::kTransformsQuery)
+          raw[i] = transformed_query(q_row, chunk * 8, w.first_pos + token, head);
+        else
+          raw[i] = __ldg(reinterpret_cast<const uint4*>(q_row + chunk * 8));
       }
     }
+    sync_columns();  // the results of the item before have left the slice
 #pragma unroll
-    for (int i = 0; i < kChunks / 2; ++i) {
-      const int row = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
+    for (int i = 0; i < kMine; ++i) {
+      int row, chunk;
+      place(i, row, chunk);
       const uint4 x = raw[i];
       if constexpr (Traits::kFp8) {
         // A fragment of fp8 keys holds four neighbours a lane, so the columns of Q are permuted alike.
@@ -88,11 +130,22 @@ struct Consumer {
         *reinterpret_cast<uint4*>(slice + swizzled(16, row, chunk)) = x;
       }
     }
-    __syncwarp();
-    if constexpr (Traits::kQInRegisters) {
+    sync_columns();
+    if constexpr (kHoldsQ) {
 #pragma unroll
       for (int step = 0; step < kQSteps; ++step) read_q(step, q[step]);
     }
+  }
+
+  __device__ __forceinline__ uint4 transformed_query(const T* row, int column, int position, int head) const {
+    const auto load = [&](int d) { return float(row[d]); };
+    uint32_t pairs[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      pairs[e] = ptx::pack2<T>(
+          Variant::template query_transform<DeviceMath>(p, load, column + 2 * e, position, head),
+          Variant::template query_transform<DeviceMath>(p, load, column + 2 * e + 1, position, head));
+    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
 
   __device__ __forceinline__ void read_q(int step, uint32_t (&a)[4]) const {
@@ -101,8 +154,33 @@ struct Consumer {
     ptx::ldmatrix_x4(a, chunk_pair(base, 16, step));
   }
 
-  // Logits of the tile's 64 keys.
-  __device__ __forceinline__ void logits(uint32_t k_tile, float (&s)[kTiles][4]) {
+  // Elements d and d + 1 of a key of the tile, transformed.
+  __device__ __forceinline__ uint32_t transformed_keys(uint32_t k_tile, int key_begin, int key, int d) const {
+    const char* tile = static_cast<const char*>(__cvta_shared_to_generic(k_tile));
+    const auto load = [&](int e) {
+      const char* at = tile + swizzled(kKvTile, key, e * int(sizeof(TKV)) / 16) + e * int(sizeof(TKV)) % 16;
+      if constexpr (Traits::kFp8) {
+        const uint32_t wide = ptx::widen2<__half, TKV>(*reinterpret_cast<const uint8_t*>(at));
+        return __half2float(__low2half(reinterpret_cast<const __half2&>(wide)));
+      } else {
+        return float(*reinterpret_cast<const T*>(at));
+      }
+    };
+    return ptx::pack2<T>(
+        Variant::template key_transform<DeviceMath>(p, load, d, key_begin + key, w.kv_head),
+        Variant::template key_transform<DeviceMath>(p, load, d + 1, key_begin + key, w.kv_head));
+  }
+
+  // Fragment of K for kstep `step` and keys 8 t .. 8 t + 7, by way of the variant's transform.
+  __device__ __forceinline__ void multiply_transformed(float (&d)[4], const uint32_t (&a)[4], uint32_t k_tile,
+                                                       int key_begin, int t, int step) const {
+    const int key = t * 8 + lane / 4, lo = step * 16 + (lane % 4) * (Traits::kFp8 ? 4 : 2);
+    ptx::mma_m16n8k16<T>(d, a, transformed_keys(k_tile, key_begin, key, lo),
+                         transformed_keys(k_tile, key_begin, key, lo + (Traits::kFp8 ? 2 : 8)));
+  }
+
+  // Logits of the tile's keys.
+  __device__ __forceinline__ void logits(uint32_t k_tile, int key_begin, float (&s)[kTiles][4]) {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
@@ -115,14 +193,14 @@ struct Consumer {
     for (int i = 0; i < ceil_div(Traits::kKChunks, 2); ++i) {
       uint32_t b[kTiles / 2][4];
 #pragma unroll
-      for (int n = 0; n < kTiles / 2; ++n)
+      for (int n = 0; n < kTiles / 2 && !Variant::kTransformsKey; ++n)
         ptx::ldmatrix_x4(b[n], chunk_pair(base, kKvTile, i) + n * 16 * kRowBytes);
 #pragma unroll
       for (int j = 0; j < kStepsRead; ++j) {
         const int step = i * kStepsRead + j;
         if (step >= kQSteps) continue;
         uint32_t a[4];
-        if constexpr (Traits::kQInRegisters) {
+        if constexpr (kHoldsQ) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) a[e] = q[step][e];
         } else {
@@ -130,7 +208,10 @@ struct Consumer {
         }
 #pragma unroll
         for (int n = 0; n < kTiles / 2; ++n) {
-          if constexpr (Traits::kFp8) {
+          if constexpr (Variant::kTransformsKey) {
+            multiply_transformed(s[2 * n], a, k_tile, key_begin, 2 * n, step);
+            multiply_transformed(s[2 * n + 1], a, k_tile, key_begin, 2 * n + 1, step);
+          } else if constexpr (Traits::kFp8) {
             // A register holds four of a key's elements: of one kstep under the permuted order.
             multiply8(s[2 * n], a, b[n][j]);
             multiply8(s[2 * n + 1], a, b[n][2 + j]);
@@ -148,8 +229,10 @@ struct Consumer {
       ptx::mma_m16n8k16<T>(d, a, ptx::widen2<T, TKV>(four), ptx::widen2<T, TKV>(four >> 16));
   }
 
-  __device__ __forceinline__ void transform(int key_begin, float scale, float (&s)[kTiles][4]) {
-    const int tile_end = key_begin + kKvTile;
+  // Masks and transforms the logits of keys key_begin .. key_begin + 8 kN - 1.
+  template <int kN>
+  __device__ __forceinline__ void transform(int key_begin, float scale, float (&s)[kN][4]) const {
+    const int tile_end = key_begin + kN * 8;
     const bool edge = tile_end > w.kv_end || key_begin < w.lo || (p.causal && tile_end > w.first + 1) ||
                       (p.window_left >= 0 && w.last - key_begin > p.window_left) || kMask;
     if (!edge && !kTransform) return;
@@ -166,69 +249,90 @@ struct Consumer {
       if (row_of(r) >= w.q_rows) i.q_token = 0;  // nobody looks at the row, but its mask must exist
       const KeyRange visible = Variant::visible_keys(p, i.q_pos, w.kv_end);
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t)
+      for (int t = 0; t < kN; ++t)
 #pragma unroll
         for (int e = 2 * r; e < 2 * r + 2; ++e) {
           i.kv_pos = first_key + t * 8 + (e & 1);
           float x = s[t][e];
-          if constexpr (kTransform) x = Variant::logits_transform<DeviceMath>(p, x * scale, i) * kLog2e;
+          if constexpr (kTransform) {
+            x = Variant::template logits_transform<DeviceMath>(p, x * scale, i);
+            if constexpr (Variant::kSoftmax) x *= kLog2e;
+          }
           bool seen = i.kv_pos >= visible.begin && i.kv_pos < visible.end;
           if constexpr (kMask) seen = seen && Variant::logits_mask(p, i);
-          s[t][e] = seen ? x : -INFINITY;
+          s[t][e] = seen ? x : Variant::kSoftmax ? -INFINITY : 0.f;
         }
     }
   }
 
-  __device__ __forceinline__ void accumulate(uint32_t v_tile, float scale, float (&s)[kTiles][4]) {
+  // Turns logits into weights and shrinks the output so far by as much as the maximum grew.
+  template <int kN>
+  __device__ __forceinline__ void weigh(float scale, float (&s)[kN][4]) {
     float shrink[2];
     state.update(scale, s, shrink);
+    // Later tiles rarely hold a new maximum; a factor of 1 changes nothing.
+    if (!__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) return;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) out[n][e] *= shrink[e / 2];
-    // One ldmatrix reads 16 keys x 16 columns, or 32 keys x 16 columns of one byte.
-    constexpr int kSteps = Traits::kFp8 ? 2 : 1;
-    const int keys = Traits::kFp8 ? lane : lane % 16;
-    const uint32_t base = v_tile + keys * kRowBytes;
+  }
+
+  // Weights of 16 keys as an A fragment.
+  template <int kN>
+  __device__ __forceinline__ static void weights_fragment(const float (&s)[kN][4], int step,
+                                                          uint32_t (&a)[4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float (&f)[4] = s[2 * step + half];
+      a[2 * half] = ptx::pack2<T>(f[0], f[1]);
+      a[2 * half + 1] = ptx::pack2<T>(f[2], f[3]);
+    }
+  }
+
+  __device__ __forceinline__ void accumulate(uint32_t v_tile, float scale, float (&s)[kTiles][4]) {
+    if constexpr (Variant::kSoftmax) weigh(scale, s);
+    constexpr int kSteps = Traits::kFp8 ? 2 : 1;  // of 16 keys, that one ldmatrix reads
 #pragma unroll
     for (int t = 0; t < kKvTile / 16; t += kSteps) {
       uint32_t a[kSteps][4];
 #pragma unroll
-      for (int j = 0; j < kSteps; ++j)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float (&f)[4] = s[2 * (t + j) + half];
-          a[j][2 * half] = ptx::pack2<T>(f[0], f[1]);
-          a[j][2 * half + 1] = ptx::pack2<T>(f[2], f[3]);
-        }
+      for (int j = 0; j < kSteps; ++j) weights_fragment(s, t + j, a[j]);
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
-        const int block = column_warp * kBlocks + n;
-        const int chunk = Traits::kFp8 ? block : block * 2 + (lane >> 4);
         uint32_t b[4];
-        ptx::ldmatrix_x4_trans(b, base + t * 16 * kRowBytes + (chunk >> 3) * (kKvTile * kRowBytes) +
-                                      (((chunk & 7) ^ (lane & 7)) << 4));
-        if constexpr (Traits::kFp8) {
+        read_values(b, v_tile + t * 16 * kRowBytes, column_warp * kBlocks + n, lane);
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            // Even and odd columns part: fragment 2 n holds columns 0, 2, .. 14 of the block.
-            const uint32_t even = __byte_perm(b[2 * j], b[2 * j + 1], 0x6420);
-            const uint32_t odd = __byte_perm(b[2 * j], b[2 * j + 1], 0x7531);
-            multiply8(out[2 * n], a[j], even);
-            multiply8(out[2 * n + 1], a[j], odd);
-          }
-        } else {
-          ptx::mma_m16n8k16<T>(out[2 * n], a[0], b[0], b[1]);
-          ptx::mma_m16n8k16<T>(out[2 * n + 1], a[0], b[2], b[3]);
-        }
+        for (int j = 0; j < kSteps; ++j) multiply_values(out[2 * n], out[2 * n + 1], a[j], b, j);
       }
+    }
+  }
+
+  // 16 columns of V, block `block`, of the 16 keys at `rows`, or of 32 keys of one byte an element.
+  __device__ __forceinline__ static void read_values(uint32_t (&b)[4], uint32_t rows, int block, int lane) {
+    const int key = Traits::kFp8 ? lane : lane % 16, chunk = Traits::kFp8 ? block : block * 2 + (lane >> 4);
+    ptx::ldmatrix_x4_trans(
+        b, rows + key * kRowBytes + (chunk >> 3) * (kKvTile * kRowBytes) + (((chunk & 7) ^ (lane & 7)) << 4));
+  }
+
+  // Adds the product of 16 keys' weights with what read_values() read of them, kstep j.
+  __device__ __forceinline__ static void multiply_values(float (&left)[4], float (&right)[4],
+                                                         const uint32_t (&a)[4], const uint32_t (&b)[4],
+                                                         int j) {
+    if constexpr (Traits::kFp8) {
+      // Even and odd columns part: the left fragment holds columns 0, 2, .. 14 of the block.
+      multiply8(left, a, __byte_perm(b[2 * j], b[2 * j + 1], 0x6420));
+      multiply8(right, a, __byte_perm(b[2 * j], b[2 * j + 1], 0x7531));
+    } else {
+      ptx::mma_m16n8k16<T>(left, a, b[0], b[1]);
+      ptx::mma_m16n8k16<T>(right, a, b[2], b[3]);
     }
   }
 
   // One tile of keys, at `stage` of the ring.
   __device__ __forceinline__ void step(uint32_t stage, int key_begin, float scale) {
     float s[kTiles][4];
-    logits(stage, s);
+    logits(stage, key_begin, s);
     transform(key_begin, scale, s);
     accumulate(stage + Traits::kKBytes, kTransform ? 1.f : scale * kLog2e, s);
   }

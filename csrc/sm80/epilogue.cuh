@@ -33,8 +33,8 @@ __device__ __forceinline__ float finish_row(const AttentionParams& p, const Laun
 
 // Four neighbouring columns of fragment pair n (one block of 16), row half r, as they lie in an fp8 lane; or
 // two times two neighbours `h` = 0, 1 otherwise.
-template <class Traits>
-__device__ __forceinline__ float4 four_columns(const Consumer<Traits>& x, int n, int r) {
+template <class Traits, bool kHoldsQ>
+__device__ __forceinline__ float4 four_columns(const Consumer<Traits, kHoldsQ>& x, int n, int r) {
   return make_float4(x.out[2 * n][2 * r], x.out[2 * n + 1][2 * r], x.out[2 * n][2 * r + 1],
                      x.out[2 * n + 1][2 * r + 1]);
 }
@@ -44,9 +44,9 @@ __device__ __forceinline__ float4 times(float4 v, float f) {
 }
 
 // The state (o, lse) of this warp to row `first_row` + row of the partial states.
-template <class Traits>
-__device__ __forceinline__ void store_partial(const Consumer<Traits>& x, int first_row, const float (&lse)[2],
-                                              const float (&factor)[2]) {
+template <class Traits, bool kHoldsQ>
+__device__ __forceinline__ void store_partial(const Consumer<Traits, kHoldsQ>& x, int first_row,
+                                              const float (&lse)[2], const float (&factor)[2]) {
   const AttentionParams& p = x.p;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -71,12 +71,14 @@ __device__ __forceinline__ void store_partial(const Consumer<Traits>& x, int fir
 }
 
 // Final rows of one warp go through its slice to leave as whole 16-byte chunks.
-template <class Traits>
-__device__ __forceinline__ void store_final(const Consumer<Traits>& x, float (&lse)[2], float (&factor)[2]) {
+template <class Traits, bool kHoldsQ>
+__device__ __forceinline__ void store_final(const Consumer<Traits, kHoldsQ>& x, float (&lse)[2],
+                                            float (&factor)[2]) {
   using T = typename Traits::T;
   const AttentionParams& p = x.p;
   const Work& w = x.w;
-  __syncwarp();  // the queries have been read
+  x.sync_columns();  // the queries have been read
+  char* slice = x.own_slice();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = x.row_of(r);
@@ -88,12 +90,12 @@ __device__ __forceinline__ void store_final(const Consumer<Traits>& x, float (&l
       if constexpr (Traits::kFp8) {
         const float4 v = times(four_columns(x, n, r), factor[r]);
         const int at = (x.lane % 4) * 4;
-        *reinterpret_cast<uint2*>(x.slice + swizzled(16, slice_row, n * 2 + at / 8) + at % 8 * 2) =
+        *reinterpret_cast<uint2*>(slice + swizzled(16, slice_row, n * 2 + at / 8) + at % 8 * 2) =
             make_uint2(ptx::pack2<T>(v.x, v.y), ptx::pack2<T>(v.z, v.w));
       } else {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          *reinterpret_cast<uint32_t*>(x.slice + swizzled(16, slice_row, n * 2 + h) + (x.lane % 4) * 4) =
+          *reinterpret_cast<uint32_t*>(slice + swizzled(16, slice_row, n * 2 + h) + (x.lane % 4) * 4) =
               ptx::pack2<T>(x.out[2 * n + h][2 * r] * factor[r], x.out[2 * n + h][2 * r + 1] * factor[r]);
       }
     }
@@ -107,7 +109,7 @@ __device__ __forceinline__ void store_final(const Consumer<Traits>& x, float (&l
             row_offset(p, x.c, w.token_begin, w.q_begin + tile_row, w.kv_head, p.out_stride_token,
                        p.out_stride_head);
     *reinterpret_cast<uint4*>(to + chunk * 8) =
-        *reinterpret_cast<const uint4*>(x.slice + swizzled(16, row, chunk));
+        *reinterpret_cast<const uint4*>(slice + swizzled(16, row, chunk));
   }
 }
 
@@ -123,14 +125,19 @@ __device__ __forceinline__ void combine(const Consumer<Traits>& x, Control& cont
   const int groups = Traits::kMaxGroups / x.members, threads = x.members * 32;
   const int barrier = 1 + Traits::kColumnWarps * (groups + x.group) + x.column_warp;
   const int first_warp = x.group * x.members * Traits::kColumnWarps + x.column_warp;
+  const auto states_of = [&](int warp) {
+    return shared + (warp / Traits::kColumnWarps) * Traits::kSliceBytes +
+           x.column_warp * (Traits::kSliceBytes / Traits::kColumnWarps);
+  };
   const auto chunk_at = [](int row, int chunk) { return row * kRowFloats + ((chunk ^ (row & 3)) << 2); };
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int rows = min(w.q_rows - x.group * 16 - r * 8, 8);
     if (rows <= 0) break;
     // Nobody still reads its queries, or the rows before these.
+    if (r == 0) x.sync_columns();
     ptx::named_barrier(barrier, threads);
-    float* slice = reinterpret_cast<float*>(x.slice);
+    float* slice = reinterpret_cast<float*>(x.own_slice());
     const int row = x.lane / 4;
     const float sum = quad_sum(x.state.sum[r]);
     if (x.lane % 4 == 0) control.stats[x.warp][row] = make_float2(x.state.max[r], sum);
@@ -148,21 +155,28 @@ __device__ __forceinline__ void combine(const Consumer<Traits>& x, Control& cont
     ptx::named_barrier(barrier, threads);
     for (int i = x.member * 32 + x.lane; i < rows * kVectors; i += threads) {
       const int out_row = i / kVectors, vector = i % kVectors;
+      // Unrolled over as many warps as there can be, so that all reads are under way together.
+      float2 stat[Traits::kMaxGroups];
+      float4 o[Traits::kMaxGroups];
       float top = -INFINITY;
-      for (int m = 0; m < x.members; ++m)
-        top = fmaxf(top, control.stats[first_warp + m * Traits::kColumnWarps][out_row].x);
+#pragma unroll
+      for (int m = 0; m < Traits::kMaxGroups; ++m) {
+        const int source = first_warp + min(m, x.members - 1) * Traits::kColumnWarps;
+        stat[m] = m < x.members ? control.stats[source][out_row] : make_float2(-INFINITY, 0.f);
+        o[m] = *reinterpret_cast<const float4*>(states_of(source) + chunk_at(out_row, vector) * 4);
+      }
+#pragma unroll
+      for (int m = 0; m < Traits::kMaxGroups; ++m) top = fmaxf(top, stat[m].x);
       const float base = top == -INFINITY ? 0.f : top;
       float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
       float total = 0.f;
-      for (int m = 0; m < x.members; ++m) {
-        const int source = first_warp + m * Traits::kColumnWarps;
-        const float2 stat = control.stats[source][out_row];
-        const float weight = ptx::exp2_approx(stat.x - base);
-        const float4 o = *reinterpret_cast<const float4*>(shared + source * Traits::kSliceBytes +
-                                                          chunk_at(out_row, vector) * 4);
-        total = fmaf(stat.y, weight, total);
-        acc = make_float4(fmaf(o.x, weight, acc.x), fmaf(o.y, weight, acc.y), fmaf(o.z, weight, acc.z),
-                          fmaf(o.w, weight, acc.w));
+#pragma unroll
+      for (int m = 0; m < Traits::kMaxGroups; ++m) {
+        if (m >= x.members) continue;
+        const float weight = Variant::kSoftmax ? ptx::exp2_approx(stat[m].x - base) : 1.f;
+        total = fmaf(stat[m].y, weight, total);
+        acc = make_float4(fmaf(o[m].x, weight, acc.x), fmaf(o[m].y, weight, acc.y),
+                          fmaf(o[m].z, weight, acc.z), fmaf(o[m].w, weight, acc.w));
       }
       float lse, inverse;
       finish_state(top, total, lse, inverse);
@@ -194,6 +208,7 @@ struct Accumulator {
   float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
 
   __device__ __forceinline__ void rescale(float next) {
+    if constexpr (!Variant::kSoftmax) return;
     const float a = next == -INFINITY ? 1.f : ptx::exp2_approx((top - next) * kLog2e);
     top = next;
     sum *= a;
@@ -205,7 +220,8 @@ struct Accumulator {
   // `top` is at least lse.
   __device__ __forceinline__ void add(float lse, float weight, float4 o) {
     if (lse == -INFINITY) return;
-    const float b = lse == lse ? ptx::exp2_approx((lse - top) * kLog2e) : lse;
+    float b = lse == lse ? ptx::exp2_approx((lse - top) * kLog2e) : lse;
+    if constexpr (!Variant::kSoftmax) b = lse == lse ? 1.f : lse;
     sum = fmaf(weight, b, sum);
     acc = make_float4(fmaf(o.x, b, acc.x), fmaf(o.y, b, acc.y), fmaf(o.z, b, acc.z), fmaf(o.w, b, acc.w));
   }
@@ -217,8 +233,9 @@ __device__ __forceinline__ void store_merged(const AttentionParams& p, const Lau
                                              const Work& w, int row, int vector, float4 o, float lse) {
   using T = typename Traits::T;
   const int packed = w.q_begin + row;
-  const float factor =
+  float factor =
       lse != -INFINITY ? Variant::finish(p, qo_head(p, c, packed, w.kv_head), w.kv_head, lse) : 1.f;
+  if (lse != lse) factor = lse;  // a part that met a fault, however it was joined
   o = times(o, factor);
   T* to = static_cast<T*>(p.out) + vector * 4 +
           row_offset(p, c, w.token_begin, packed, w.kv_head, p.out_stride_token, p.out_stride_head);
@@ -231,6 +248,7 @@ __device__ __forceinline__ void store_merged(const AttentionParams& p, const Lau
 template <class Traits>
 __device__ __forceinline__ void merge(const AttentionParams& p, const LaunchConstants& c, const Work& w,
                                       int tid, char* shared) {
+  if (w.q_rows <= 0) return;  // the device has taken the rows away since they were planned
   const int32_t* parts = reinterpret_cast<const int32_t*>(p.plan + p.layout.parts);
   constexpr int kVectors = Traits::kHeadDimV / 4, kLanes = kVectors <= 16 ? 16 : 32;
   constexpr int kPasses = ceil_div(kVectors, kLanes), kSlots = kConsumers / kLanes;
@@ -303,8 +321,9 @@ __device__ __forceinline__ void merge(const AttentionParams& p, const LaunchCons
           ptx::named_barrier(1, kConsumers);
         }
         if (valid && share == 0) {
-          const float inverse = sum.sum > 0.f ? 1.f / sum.sum : sum.sum;
-          const float lse = sum.sum > 0.f ? sum.top + logf(sum.sum) : sum.sum == 0.f ? -INFINITY : sum.sum;
+          float inverse = sum.sum > 0.f ? 1.f / sum.sum : sum.sum;
+          float lse = sum.sum > 0.f ? sum.top + logf(sum.sum) : sum.sum == 0.f ? -INFINITY : sum.sum;
+          if (!Variant::kSoftmax && sum.sum == sum.sum) inverse = 1.f, lse = 0.f;
           store_merged<Traits>(p, c, w, row, vector, times(sum.acc, inverse), lse);
         }
       }

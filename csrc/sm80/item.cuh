@@ -2,6 +2,7 @@
 // The consumers' walk through items: their tiles of the ring, then the result.
 #pragma once
 #include "epilogue.cuh"
+#include "tall.cuh"
 
 namespace fi::sm80 {
 
@@ -34,21 +35,21 @@ struct GridState {
 };
 
 // This warp's share of an item's tiles, the first being at `stage` of the ring.
-template <class Traits, class BeforeTile>
-__device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, uint32_t stages,
+template <class Traits, class Warp, class BeforeTile>
+__device__ __forceinline__ void attend(Warp& x, Control& control, uint32_t stages,
                                        Ring<Traits::kStages> stage, int first, int step, int tiles,
                                        BeforeTile before_tile) {
   const int kv_begin = x.w.kv_begin;
-  float scale = x.p.scale;
-  if constexpr (Traits::kFp8) scale *= x.p.k_scale[x.w.kv_head * x.p.k_scale_stride];
-  const bool has_rows = x.group * 16 < x.w.q_rows;
-  // a group without rows frees its tiles all the same
+  float scale = x.p.scale * x.p.k_scale[x.w.kv_head * x.p.k_scale_stride];
+  // A negative scale would make the least logit the maximum: better no number than a wrong one.
+  if (!kTransform && !(scale > 0.f)) scale = quiet_nan();
+  const bool has_rows = x.group * 16 < x.w.q_rows;  // a group without rows frees its tiles all the same
   stage.advance(first);
 #pragma unroll 1
   for (int i = first; i < tiles; i += step) {
     before_tile(i);
     ptx::mbarrier_wait(full_barrier(control, stage), stage.lap >> 1 & 1);
-    if (has_rows) x.step(stages + stage.at * Traits::kStageBytes, kv_begin + i * kKvTile, scale);
+    if (has_rows) x.step(stages + stage.at * Traits::kStageBytes, kv_begin + i * Traits::kKvTile, scale);
     __syncwarp();
     // The ring waits for as many arrivals as there are warps; a tile is read by fewer of them.
     if (x.lane < x.members) ptx::mbarrier_arrive(ptx::shared_address(&control.empty[stage.at]));
@@ -56,27 +57,56 @@ __device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, ui
   }
 }
 
+// Result of a warp that saw all keys of its rows.
+template <class Warp>
+__device__ __forceinline__ void store(Warp& x) {
+  float lse[2], factor[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    x.state.finish(r, lse[r], factor[r]);
+    if (x.w.faults) lse[r] = quiet_nan();
+  }
+  if (x.w.partial < 0)
+    store_final(x, lse, factor);
+  else
+    store_partial(x, x.w.partial, lse, factor);
+}
+
 template <class Traits>
 __device__ __forceinline__ void run_item(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                          const Work& w, int tid, char* shared, uint32_t stages,
                                          const Ring<Traits::kStages>& stage, int tiles) {
   Consumer<Traits> x(p, c, w, tid, shared);
-  attend(x, control, stages, stage, x.member, x.members, tiles, [](int) {});
+  attend<Traits>(x, control, stages, stage, x.member, x.members, tiles, [](int) {});
   if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
   if (x.members > 1) {
     combine(x, control, shared);
     return;
   }
-  float lse[2], factor[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    x.state.finish(r, lse[r], factor[r]);
-    if (w.faults) lse[r] = quiet_nan();
+  store(x);
+}
+
+// The tallest tile has an arrangement of its own.
+template <class Traits>
+__device__ __forceinline__ void run_tall_item(const AttentionParams& p, const LaunchConstants& c,
+                                              Control& control, const Work& w, int tid, char* shared,
+                                              uint32_t stages, const Ring<Traits::kStages>& stage,
+                                              int tiles) {
+  TallConsumer<Traits> x(p, c, w, tid, shared);
+  attend<Traits>(x, control, stages, stage, 0, 1, tiles, [](int) {});
+  if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
+  store(x.upper);
+  store(x.lower);
+}
+
+template <class Traits>
+__device__ __forceinline__ void run_any_item(const AttentionParams& p, const LaunchConstants& c,
+                                             Control& control, const Work& w, int tid, char* shared,
+                                             uint32_t stages, const Ring<Traits::kStages>& stage, int tiles) {
+  if constexpr (Traits::kTall) {
+    if (w.tile_log2 == 8) return run_tall_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
   }
-  if (w.partial < 0)
-    store_final(x, lse, factor);
-  else
-    store_partial(x, w.partial, lse, factor);
+  run_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
 }
 
 // The batch-invariant mode: one warp takes all tiles of a row group in their order, and states end at fixed
@@ -91,10 +121,10 @@ __device__ __forceinline__ void run_invariant_item(const AttentionParams& p, con
   if (x.member > 0) return;
   GridState<Traits> grid;
   const int grid_tiles =
-      reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header)->invariant_grid / kKvTile;
-  const int first_tile = w.kv_begin / kKvTile;
+      reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header)->invariant_grid / Traits::kKvTile;
+  const int first_tile = w.kv_begin / Traits::kKvTile;
   int partial = w.partial;
-  attend(x, control, stages, stage, 0, 1, tiles, [&](int i) {
+  attend<Traits>(x, control, stages, stage, 0, 1, tiles, [&](int i) {
     if (i == 0 || (first_tile + i) % grid_tiles != 0) return;
     if (w.folds) {
       grid.fold(x);
@@ -155,11 +185,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchCo
     ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     const Work& w = control.slots[slot.at];
     if (w.ticket < 0) return;
-    const int tiles = w.tiles();
+    const int tiles = w.tiles;
     if constexpr (Traits::kInvariant)
       run_invariant_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
     else
-      run_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
+      run_any_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
     stage.advance(tiles);
     if (w.unit >= 0) arrive<Traits>(p, c, control, w, tid, shared);
     // Warps without a share must not run ahead of the ring by more than a lap.

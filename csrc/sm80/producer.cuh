@@ -17,7 +17,7 @@ inline constexpr int kDrawAhead = 6;
 __device__ __forceinline__ void warm_cache(const AttentionParams& p, const LaunchConstants& c, const Work& w,
                                            int lane) {
   constexpr int kLine = 128, kMaxLines = 512;
-  if (p.level.indices != nullptr && w.tiles() > 0) {
+  if (p.level.indices != nullptr && w.tiles > 0) {
     const int first = c.page_size.divide(max(w.kv_begin, w.lo)), last = c.page_size.divide(w.kv_end - 1);
     const char* begin =
         reinterpret_cast<const char*>(p.level.indices + w.row_begin + int64_t(first) * p.level.index_step);
@@ -35,9 +35,26 @@ __device__ __forceinline__ void warm_cache(const AttentionParams& p, const Launc
   }
 }
 
+// Brings the plan's first lines and the lengths into the L2 cache, by threads that have nothing to do yet:
+// the scheduler finds its way to the first key by reads that depend on each other.
+__device__ __forceinline__ void warm_lengths(const AttentionParams& p, const LaunchConstants& c) {
+  constexpr int kLine = 128;
+  const int which = threadIdx.x / 64, line = threadIdx.x % 64;
+  const int size = which < 2 ? 4 : 8;
+  const void* array = which == 0   ? static_cast<const void*>(p.qo_indptr)
+                      : which == 1 ? static_cast<const void*>(p.level.kv_lens)
+                      : which == 2 ? static_cast<const void*>(p.level.row_begin)
+                                   : static_cast<const void*>(p.level.row_end);
+  if (line * kLine < p.num_requests * size) ptx::prefetch_l2(static_cast<const char*>(array) + line * kLine);
+  if (line == 63 && which == 0) ptx::prefetch_l2(p.plan + p.layout.header);
+  if (line == 63 && which == 1)
+    ptx::prefetch_l2(p.plan + p.layout.items + int64_t(c.num_kv_heads.divide(blockIdx.x)) * sizeof(WorkItem));
+}
+
 // Draws items and works out their exact ranges.
-__device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchConstants& c, Control& control,
-                                         bool invariant) {
+template <class Traits>
+__device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchConstants& c,
+                                         Control& control) {
   const int lane = threadIdx.x % 32;
   const auto* header = reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header);
   const auto* queue = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_begin);
@@ -62,7 +79,7 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
       return;
     }
     if (lane == 0) {
-      w = exact_work(p, c, queued ? entries[next] : next, invariant);
+      w = exact_work<Traits>(p, c, queued ? entries[next] : next);
       ptx::mbarrier_arrive(ptx::shared_address(&control.slot_full[slot.at]));
     }
     __syncwarp();
@@ -87,10 +104,11 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
 
 // Reads the page table ahead of the producers: the page of every key of a tile, or -1 where there is nothing
 // to read. A page outside the cache is not read either and condemns the item.
-template <bool kIndexed>
+template <class Traits, bool kIndexed>
 __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                       int32_t* rows) {
   constexpr int kBatch = kRowTiles / 2;  // tiles whose indices are read together
+  constexpr int kKvTile = Traits::kKvTile, kHalves = kKvTile / 32;
   const int lane = threadIdx.x % 32;
   Ring<kSlots> slot;
   Ring<kRowTiles> ring;
@@ -98,15 +116,15 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
     ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     Work& w = control.slots[slot.at];
     if (w.ticket < 0) return;
-    const int tiles = w.tiles(), lo = max(w.lo, w.kv_begin), hi = w.kv_end, kv_begin = w.kv_begin;
+    const int tiles = w.tiles, lo = max(w.lo, w.kv_begin), hi = w.kv_end, kv_begin = w.kv_begin;
     const int32_t* indices = kIndexed ? p.level.indices + w.row_begin : nullptr;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; tile += kBatch) {
-      int32_t found[kBatch][2];
+      int32_t found[kBatch][kHalves];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < kHalves; ++half) {
           const int key = kv_begin + (tile + j) * kKvTile + half * 32 + lane;
           const bool valid = key >= lo && key < hi;
           const int page = c.page_size.divide(valid ? key : lo);
@@ -120,9 +138,9 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
       for (int j = 0; j < kBatch; ++j) {
         if (tile + j >= tiles) break;
         bool fault = false;
-        int32_t page[2];
+        int32_t page[kHalves];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < kHalves; ++half) {
           int64_t x = found[j][half];
           if (kIndexed && x >= 0) x = c.index_divisor.divide(int32_t(x));
           if (!kIndexed && x >= 0) x += w.row_begin;
@@ -135,10 +153,13 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
           fault |= x >= 0 && !inside;
           page[half] = x >= 0 && inside ? int32_t(x) : -1;
         }
-        if (fault) atomicOr(&w.faults, kFaultPages);
+        if (fault) {
+          atomicOr(&w.faults, kFaultPages);
+          atomicOr(p.counters + kFaults, kFaultPages);
+        }
         ptx::mbarrier_wait(ptx::shared_address(&control.rows_empty[ring.at]), ring.parity() ^ 1);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) rows[ring.at * kKvTile + half * 32 + lane] = page[half];
+        for (int half = 0; half < kHalves; ++half) rows[ring.at * kKvTile + half * 32 + lane] = page[half];
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.rows_full[ring.at]));
         ring.advance();
@@ -150,11 +171,12 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
   }
 }
 
-// A producer warp brings 32 of the 64 rows of a tile, lane i knowing where row i lies; eight lanes copy a
+// A producer warp brings half of the rows of a tile, lane i knowing where row i lies; eight lanes copy a
 // row.
 template <class Traits>
 struct Loader {
-  static constexpr int kRows = kKvTile / kProducerWarps;
+  static constexpr int kKvTile = Traits::kKvTile;
+  static constexpr int kRows = kKvTile / kProducerWarps;  // 32 or 16
 
   const AttentionParams& p;  // constant bank: strides and divisors cost no registers
   const LaunchConstants& c;
@@ -208,6 +230,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
                                         const int32_t* rows, uint32_t stages) {
   const int warp = threadIdx.x / 32 - kConsumerWarps, lane = threadIdx.x % 32;
   Loader<Traits> loader(p, c, warp);
+  constexpr int kKvTile = Traits::kKvTile, kRows = Loader<Traits>::kRows;
   Ring<kSlots> slot;
   Ring<kRowTiles> ring;
   Ring<Traits::kStages> stage;
@@ -215,14 +238,14 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
     ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     const Work& w = control.slots[slot.at];
     if (w.ticket < 0) return;
-    const int tiles = w.tiles(), first_key = w.kv_begin + warp * Loader<Traits>::kRows + lane;
+    const int tiles = w.tiles, row = warp * kRows + lane % kRows, first_key = w.kv_begin + row;
     loader.begin(w);
     const bool draws = warp == 0 && lane == 0;
     if (draws && tiles <= kDrawAhead) ptx::mbarrier_arrive(ptx::shared_address(&control.draw));
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i) {
       ptx::mbarrier_wait(ptx::shared_address(&control.rows_full[ring.at]), ring.parity());
-      const int32_t page = rows[ring.at * kKvTile + warp * Loader<Traits>::kRows + lane];
+      const int32_t page = rows[ring.at * kKvTile + row];
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.rows_empty[ring.at]));
       ring.advance();

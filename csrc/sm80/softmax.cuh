@@ -14,6 +14,10 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 // Natural log of a row's denominator, and the factor that normalises the row's output.
 __device__ __forceinline__ void finish_state(float max, float sum, float& lse, float& inverse) {
+  if constexpr (!Variant::kSoftmax) {
+    lse = 0.f, inverse = 1.f;
+    return;
+  }
   lse = sum > 0.f ? max * kLn2 + logf(sum) : -INFINITY;
   inverse = sum > 0.f ? 1.f / sum : 0.f;
   if (sum != sum) lse = inverse = sum;
@@ -61,13 +65,15 @@ struct RowState {
   }
 };
 
-// How two states (o, lse) join: o = a * factor_a + b * factor_b. -inf is the neutral element. The factors
-// sum to one, so a chain of joins may be cut anywhere without changing a bit.
+// How two states (o, lse) join: o = a * factor_a + b * factor_b. -inf is the neutral element. Without softmax
+// outputs add up. The factors sum to one, so a chain of joins may be cut anywhere without changing a bit.
 __device__ __forceinline__ void join(float lse_a, float lse_b, float& factor_a, float& factor_b, float& lse) {
   if (lse_b == -INFINITY) {
     factor_a = 1.f, factor_b = 0.f, lse = lse_a;
   } else if (lse_a == -INFINITY) {
     factor_a = 0.f, factor_b = 1.f, lse = lse_b;
+  } else if constexpr (!Variant::kSoftmax) {
+    factor_a = factor_b = 1.f, lse = 0.f;
   } else {
     const float top = fmaxf(lse_a, lse_b);
     const float a = ptx::exp2_approx((lse_a - top) * kLog2e), b = ptx::exp2_approx((lse_b - top) * kLog2e);

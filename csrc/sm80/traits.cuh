@@ -26,12 +26,17 @@ inline constexpr bool kMovesRegisters = false;
 #endif
 inline constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
 
-inline constexpr int kKvTile = 64;     // keys of one pipeline stage and of one softmax update
 inline constexpr int kRowBytes = 128;  // a swizzled row
 inline constexpr int kMaxStages = 8;
 inline constexpr int kSlots = 4;     // work items between the scheduler and the slowest consumer
 inline constexpr int kRowTiles = 6;  // tiles whose rows the guide has found and no producer has fetched
-inline constexpr int kMaxSharedBytes = 227 * 1024;
+
+// Shared memory that a block of the target may have: 227 KiB on sm_90 and sm_100, 163 on sm_80, 99 on the
+// others.
+#if !defined(FI_SHARED_KIB)
+#define FI_SHARED_KIB 227
+#endif
+inline constexpr int kMaxSharedBytes = FI_SHARED_KIB * 1024;
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
@@ -43,40 +48,53 @@ constexpr int tile_bytes(int rows, int bytes) { return rows * ceil_div(bytes, kR
 
 // T: queries and outputs; TKV: T or an fp8 type.
 // kInvariant: partial states at fixed key positions, whatever the chunks (batch-invariant mode).
-template <typename T_, typename TKV_, int kHeadDim_, int kHeadDimV_, bool kInvariant_>
+// kTall: plans may hold tiles of 256 rows.
+template <typename T_, typename TKV_, int kHeadDim_, int kHeadDimV_, bool kInvariant_, bool kTall_>
 struct Traits {
   using T = T_;
   using TKV = TKV_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
-  static constexpr bool kInvariant = kInvariant_;
+  static constexpr bool kInvariant = kInvariant_, kTall = kTall_;
   static constexpr bool kFp8 = sizeof(TKV) == 1;
   static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0 && kHeadDim <= 256 && kHeadDimV <= 256);
 
   static constexpr int kKChunks = kHeadDim * int(sizeof(TKV)) / 16;  // 16-byte chunks of a row of K
   static constexpr int kVChunks = kHeadDimV * int(sizeof(TKV)) / 16;
-  static constexpr int kKBytes = tile_bytes(kKvTile, kKChunks * 16);
-  static constexpr int kVBytes = tile_bytes(kKvTile, kVChunks * 16);
-  static constexpr int kStageBytes = kKBytes + kVBytes;
-
   // Heads wider than 128 share the output columns of a row between two warps, which both compute its logits.
-  static constexpr int kColumnWarps = kHeadDimV > 128 ? 2 : 1;
+  static constexpr int kColumnWarps = max_of(kHeadDim, kHeadDimV) > 128 ? 2 : 1;
   static constexpr int kMaxGroups = kConsumerWarps / kColumnWarps;  // of 16 rows
-  static constexpr int kMaxRows = 16 * kMaxGroups;
   static constexpr int kWarpColumns = kHeadDimV / kColumnWarps;
   static_assert(kWarpColumns % 16 == 0);
   // Fragments of the queries stay in registers where the output leaves room for them.
   static constexpr bool kQInRegisters = kMovesRegisters && kHeadDim <= 128;
 
-  // A slice for each consumer warp: queries on the way in; states and results on the way out.
+  // A slice for the warps of 16 rows: queries on the way in; states and results on the way out.
   static constexpr int kSliceBytes =
-      max_of(tile_bytes(16, max_of(kHeadDim, kWarpColumns) * 2), 8 * kWarpColumns * 4);
-  static constexpr int kQBytes = kConsumerWarps * kSliceBytes;
-  static constexpr int kControlBytes = 1280;
-  static constexpr int kFixedBytes = kQBytes + kControlBytes + kRowTiles * kKvTile * 4;
-  static constexpr int kStages = min_of(kMaxStages, (kMaxSharedBytes - kFixedBytes) / kStageBytes);
-  static_assert(kStages >= 2, "head dimensions too large for two pipeline stages");
-  static_assert(2 * kStages >= kMaxGroups, "full barriers tell two laps apart");
-  static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
+      max_of(tile_bytes(16, kHeadDim * 2),
+             kColumnWarps* max_of(tile_bytes(16, kWarpColumns * 2), 8 * kWarpColumns * 4));
+  static constexpr int kQBytes = (kTall ? 16 : kMaxGroups) * kSliceBytes;
+  static constexpr int kControlBytes = 1408;
+
+  static_assert(!kTall || (kColumnWarps == 1 && !kInvariant),
+                "no tile of 256 rows for wide heads or fixed states");
+
+  // Keys of one pipeline stage and of one softmax update: 64, or 32 where shared memory is short.
+  static constexpr int stage_bytes(int keys) {
+    return tile_bytes(keys, kKChunks * 16) + tile_bytes(keys, kVChunks * 16);
+  }
+  static constexpr int fixed_bytes(int keys) { return kQBytes + kControlBytes + kRowTiles * keys * 4; }
+  static constexpr int stages(int keys) {
+    return min_of(kMaxStages, (kMaxSharedBytes - fixed_bytes(keys)) / stage_bytes(keys));
+  }
+  // Full barriers tell two laps of the ring apart, and a warp looks at most as many tiles ahead as share a
+  // row.
+  static constexpr int kKvTile = 2 * stages(64) >= kMaxGroups && stages(64) >= 2 ? 64 : 32;
+  static constexpr int kStages = stages(kKvTile);
+  static_assert(kStages >= 2 && 2 * kStages >= kMaxGroups,
+                "too little shared memory for two pipeline stages");
+  static constexpr int kKBytes = tile_bytes(kKvTile, kKChunks * 16);
+  static constexpr int kStageBytes = stage_bytes(kKvTile);
+  static constexpr int kSharedBytes = fixed_bytes(kKvTile) + kStages * kStageBytes;
 };
 
 // Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows.

@@ -27,10 +27,7 @@ struct Work {
   int32_t folds;   // one state for all grid chunks (batch-invariant mode)
   int32_t faults;  // KernelFault: the rows become NaN
   int64_t row_begin;
-
-  __device__ __forceinline__ int tiles() const {
-    return q_rows > 0 && kv_end > kv_begin ? (kv_end - kv_begin + kKvTile - 1) / kKvTile : 0;
-  }
+  int32_t tiles;  // KV tiles from kv_begin to kv_end, none without rows
 };
 
 struct Control {
@@ -70,8 +67,9 @@ __device__ __forceinline__ uint32_t full_barrier(Control& control, const Ring<kS
 
 // What is left of an item once the exact lengths are known. Lengths may differ from the planned ones: the
 // first chunk reaches down to the true start of the window, the last one up to the true end.
-__device__ __forceinline__ Work exact_work(const AttentionParams& p, const LaunchConstants& c, int ticket,
-                                           bool invariant) {
+template <class Traits>
+__device__ __forceinline__ Work exact_work(const AttentionParams& p, const LaunchConstants& c, int ticket) {
+  constexpr bool invariant = Traits::kInvariant;
   Work w;
   const int index = c.num_kv_heads.divide(ticket);
   const WorkItem item = reinterpret_cast<const WorkItem*>(p.plan + p.layout.items)[index];
@@ -86,7 +84,12 @@ __device__ __forceinline__ Work exact_work(const AttentionParams& p, const Launc
   w.folds = item.partial < 0 || (item.flags & kFirstChunk);
   w.faults = 0;
   w.token_begin = p.qo_indptr[item.request];
-  const int q_len = p.qo_indptr[item.request + 1] - w.token_begin;
+  const int token_end = p.qo_indptr[item.request + 1];
+  const bool outside = w.token_begin < 0 || token_end < w.token_begin || token_end > p.num_tokens;
+  // Tokens outside of the output must not be written, whatever qo_indptr says.
+  const int q_len = w.token_begin < 0 || token_end < w.token_begin
+                        ? 0
+                        : max(min(token_end, p.num_tokens) - w.token_begin, 0);
   const int64_t row_begin = level.row_begin[item.request], row_end = level.row_end[item.request];
   int kv_len = level.kv_lens[item.request];
   w.row_begin = row_begin;
@@ -100,7 +103,7 @@ __device__ __forceinline__ Work exact_work(const AttentionParams& p, const Launc
 
   const int64_t pages = (row_end - row_begin + level.index_step - 1) / level.index_step;
   if (kv_len < 0 || row_begin < 0 || row_end > level.num_indices || kv_len > pages * level.page_size ||
-      w.token_begin < 0 || q_len < 0 || w.token_begin + q_len > p.num_tokens) {
+      outside) {
     w.faults = kFaultLengths;
     kv_len = 0;
   }
@@ -112,8 +115,7 @@ __device__ __forceinline__ Work exact_work(const AttentionParams& p, const Launc
     }
   }
   w.q_begin = item.q_begin;
-  // Tokens outside of the output must not be written, whatever qo_indptr says.
-  const int rows = w.token_begin < 0 ? 0 : min(q_len, p.num_tokens - w.token_begin) * p.group;
+  const int rows = q_len * p.group;
   w.q_rows = min(int(item.q_rows), rows - item.q_begin);
   w.first_pos = kv_len - q_len;
   w.first = w.first_pos + c.group.divide(item.q_begin);
@@ -122,7 +124,7 @@ __device__ __forceinline__ Work exact_work(const AttentionParams& p, const Launc
   const int true_end = max(Variant::visible_keys(p, w.last, kv_len).end, 0);
   w.lo = first.begin;
   w.kv_begin = item.kv_begin;
-  if (item.flags & kFirstChunk) w.kv_begin = min(w.kv_begin, w.lo / kKvTile * kKvTile);
+  if (item.flags & kFirstChunk) w.kv_begin = min(w.kv_begin, w.lo / Traits::kKvTile * Traits::kKvTile);
   w.kv_end = min(item.kv_end, true_end);
   w.partial_end = item.partial + item.q_rows;
   if (invariant && !w.folds) {
@@ -140,6 +142,7 @@ __device__ __forceinline__ Work exact_work(const AttentionParams& p, const Launc
       w.kv_end = true_end;
     }
   }
+  w.tiles = w.q_rows > 0 && w.kv_end > w.kv_begin ? ceil_div(w.kv_end - w.kv_begin, Traits::kKvTile) : 0;
   return w;
 }
 

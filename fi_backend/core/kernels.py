@@ -15,10 +15,11 @@ from torch import Tensor
 from fi_backend import env
 from fi_backend.core import jit, ops
 from fi_backend.core.custom_mask import PackedMask
-from fi_backend.core.jit.arch import cuda_arch
+from fi_backend.core.jit.arch import cuda_arch, shared_kib
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.shipped import build_options
 from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.support import cuda_query_tiles
 
 OPS_MODULE = jit.ModuleSpec(name="cpu_ops", sources=("cpu/append.cc", "cpu/merge.cc", "bind/cpu_ops.cc"))
 
@@ -51,7 +52,8 @@ def attention_modules(spec: AttentionSpec, device: str | torch.device = "cpu") -
 
 def cuda_attention_module(spec: AttentionSpec, arch: str) -> jit.ModuleSpec:
     """The CUDA module that runs `spec` on the target `arch`, such as "sm_90a"."""
-    transform = spec.alibi or spec.logits_soft_cap > 0
+    # The plain kernel folds the scale into the exponent, which needs a positive one.
+    transform = spec.alibi or spec.logits_soft_cap > 0 or spec.scale <= 0
     parts = [spec.dtype, spec.kv_dtype, f"{spec.head_dim}x{spec.head_dim_v}"]
     parts += ["transform"] * transform + ["mask"] * spec.custom_mask + ["invariant"] * spec.batch_invariant
     return jit.ModuleSpec(
@@ -63,8 +65,10 @@ def cuda_attention_module(spec: AttentionSpec, arch: str) -> jit.ModuleSpec:
             ("FI_HEAD_DIM", str(spec.head_dim)),
             ("FI_HEAD_DIM_V", str(spec.head_dim_v)),
             ("FI_INVARIANT", str(int(spec.batch_invariant))),
+            ("FI_TALL", str(int(cuda_query_tiles(spec, arch)[1] == 256))),
             ("FI_LOGITS_TRANSFORM", str(int(transform))),
             ("FI_LOGITS_MASK", str(int(spec.custom_mask))),
+            ("FI_SHARED_KIB", str(shared_kib(arch))),
         ),
         arch=arch,
         recipe=build_options(spec),

@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 FIRST_CHUNK = 1
 LAST_CHUNK = 2
 PLAN_MAGIC = 0x50494621
 
 WORK_ITEM = np.dtype(
     [
-        ("level", "u1"),
         ("flags", "u1"),
         ("tile_log2", "u1"),
-        ("q_rows", "u1"),
+        ("q_rows", "<u2"),
         ("request", "<i4"),
         ("q_begin", "<i4"),
         ("kv_begin", "<i4"),

@@ -43,6 +43,15 @@ def arch_of_capability(major: int, minor: int) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
+def shared_kib(arch: str) -> int:
+    """Return the KiB of shared memory that a block may have on a target (CUDA C++ Programming Guide, table
+    "Technical Specifications per Compute Capability")."""
+    number = int(arch.removeprefix("sm_").rstrip("af"))
+    if number in (80, 87):
+        return 163
+    return 227 if 90 <= number < 120 else 99
+
+
 @cache
 def _arch(index: int) -> str:
     import torch

@@ -27,7 +27,7 @@ from fi_backend.core.planner import CostModel
 from fi_backend.core.spec import AttentionSpec
 
 SPLIT_COSTS = CostModel(
-    granule=16, min_chunk=16, alpha=1, beta=(1, 1, 1, 1, 1, 1), part_cost=1, invariant_grid=64
+    granule=16, min_chunk=16, alpha=1, beta=(1, 1, 1, 1, 1), part_cost=1, invariant_grid=64
 )
 GUARD_BYTES = 256
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -13,7 +13,7 @@ from fi_backend.core.plan import Plan
 from fi_backend.core.planner import CostModel, Limits, Planner
 from fi_backend.core.spec import AttentionSpec
 
-TILES = (1, 16, 32, 64, 128, 256)
+TILES = (1, 16, 32, 64, 128)
 COSTS = {
     "gpu": CostModel(),
     "cpu": CostModel.for_device(torch.device("cpu")),
@@ -98,7 +98,7 @@ def cases(*, max_requests: int = 12, max_q: int = 300, max_kv: int = 5000) -> st
             st.just((0, 0, 0)), st.tuples(st.integers(0, 300), st.integers(0, 5000), st.integers(0, 100000))
         ),
         first_token=st.sampled_from((0, 7)),
-        tiles=st.sampled_from(((1, 128), (1, 128), (16, 128), (16, 64), (16, 256), (1, 1), (32, 32))),
+        tiles=st.sampled_from(((1, 128), (1, 128), (16, 128), (16, 64), (1, 1), (32, 32))),
     )
 
 

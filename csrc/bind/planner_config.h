@@ -8,7 +8,7 @@
 
 namespace fi::bind {
 
-inline constexpr int64_t kConfigFields = 22;
+inline constexpr int64_t kConfigFields = 21;
 
 inline PlannerConfig read_config(TensorView config) {
   expect_vector("config", config, kInt64, kConfigFields);

@@ -7,7 +7,7 @@ namespace fi {
 
 inline constexpr int32_t kPlanMagic = 0x50494621;
 inline constexpr int32_t kPlanVersion = 3;
-inline constexpr int32_t kMaxQueryTile = 256;
+inline constexpr int32_t kMaxQueryTile = 128;
 
 enum WorkItemFlags : uint8_t {
   // The first chunk of its query tile. A kernel moves its begin down to the true start of the window,
@@ -34,7 +34,7 @@ enum PlannerFault : int32_t {
 // (level, query tile, KV chunk) -> one partial or final attention state of every KV head.
 struct WorkItem {
   uint8_t flags;      // WorkItemFlags; the upper half is left for the index of the level that holds the pages
-  uint8_t tile_log2;  // query tile height Tq = 1 << tile_log2, from {1, 16, 32, 64, 128, 256}
+  uint8_t tile_log2;  // query tile height Tq = 1 << tile_log2, from {1, 16, 32, 64, 128}
   uint16_t q_rows;    // packed query rows in use, 1 .. Tq
   int32_t request;    // row group
   int32_t q_begin;    // first packed row of the tile in its request; packed row = token * group + head

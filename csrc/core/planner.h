@@ -8,8 +8,8 @@
 
 namespace fi {
 
-inline constexpr int kNumTiles = 6;
-inline constexpr int kTileLog2[kNumTiles] = {0, 4, 5, 6, 7, 8};  // query tiles 1, 16, 32, 64, 128, 256
+inline constexpr int kNumTiles = 5;
+inline constexpr int kTileLog2[kNumTiles] = {0, 4, 5, 6, 7};  // query tiles 1, 16, 32, 64, 128
 inline constexpr int kMaxSplitsPerCta = 4;
 inline constexpr int kNumCandidates = 4;  // budgets that are compared
 

@@ -22,9 +22,6 @@ template <class Q, class KV>
 inline constexpr bool kHasAmx = false;
 #endif
 
-// Rows of the tallest query tile that CPU plans hold (core/support.py).
-inline constexpr int kMaxRows = 128;
-
 // Row slots of one head when an item is run for several heads at once.
 inline constexpr int kSlotRows = 16;
 
@@ -35,7 +32,7 @@ template <class Q, class KV, class Variant>
 class Executor {
  public:
   // Heads that run_tickets() can take at once: a state has 16 row slots for each of them.
-  static constexpr int kMaxHeads = kMaxRows / kSlotRows;
+  static constexpr int kMaxHeads = kMaxQueryTile / kSlotRows;
 
   // Whether several heads at once are worth it: they are where their rows lie side by side, so that a thread
   // reads whole pages instead of a piece of each.
@@ -82,14 +79,14 @@ class Executor {
   }
 
   void take_memory() {
-    const int64_t outputs = int64_t(kMaxRows) * pad_columns(dim_v_capacity_);
+    const int64_t outputs = int64_t(kMaxQueryTile) * pad_columns(dim_v_capacity_);
     o_ = arena_.take<float>(outputs);
     fold_ = arena_.take<float>(outputs);
-    s_ = arena_.take<float>(int64_t(kMaxRows) * kKeyTile);
+    s_ = arena_.take<float>(int64_t(kMaxQueryTile) * kKeyTile);
     with_engine(
-        [this](auto& engine) { engine.take_memory(arena_, kMaxRows, dim_capacity_, dim_v_capacity_); });
+        [this](auto& engine) { engine.take_memory(arena_, kMaxQueryTile, dim_capacity_, dim_v_capacity_); });
 #if defined(FI_AMX)
-    if (has_matrix_unit()) few_rows_.take_memory(arena_, kMaxRows, dim_capacity_, dim_v_capacity_);
+    if (has_matrix_unit()) few_rows_.take_memory(arena_, kMaxQueryTile, dim_capacity_, dim_v_capacity_);
 #endif
   }
 
@@ -171,7 +168,7 @@ class Executor {
   void read_queries() {
     const auto* base = static_cast<const Q*>(p_->q);
     const auto read = [&](auto& engine, int slot, int row, int count) {
-      const Q* rows[kMaxRows];
+      const Q* rows[kMaxQueryTile];
       for (int i = 0; i < count; ++i)
         rows[i] = base + (token0_ + token_[row + i]) * p_->q_stride_token +
                   qo_head_of(slot + i, row + i) * p_->q_stride_head;
@@ -498,14 +495,14 @@ class Executor {
   KeyRange keys_{};               // hull of what the rows may see
   int32_t first_ = 0, last_ = 0;  // of these, the part that attend() is at
   // By row.
-  int32_t token_[kMaxRows];  // of the request
-  int32_t head_in_group_[kMaxRows];
-  KeyRange row_keys_[kMaxRows];
-  uint64_t visible_[kMaxRows];  // of the current tile
+  int32_t token_[kMaxQueryTile];  // of the request
+  int32_t head_in_group_[kMaxQueryTile];
+  KeyRange row_keys_[kMaxQueryTile];
+  uint64_t visible_[kMaxQueryTile];  // of the current tile
   // By slot.
-  RunningSoftmax softmax_[kMaxRows];
-  float alpha_[kMaxRows];
-  float lse_[kMaxRows], fold_lse_[kMaxRows];
+  RunningSoftmax softmax_[kMaxQueryTile];
+  float alpha_[kMaxQueryTile];
+  float lse_[kMaxQueryTile], fold_lse_[kMaxQueryTile];
   Tokens<KV> tokens_[3];  // of this tile and of the next ones
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // One instance of the template. The module's defines: FI_Q_DTYPE (queries), FI_KV_DTYPE (KV cache),
-// FI_HEAD_DIM, FI_HEAD_DIM_V, FI_MAX_ROWS, FI_INVARIANT, FI_TALL, and those of choice.cuh.
+// FI_HEAD_DIM, FI_HEAD_DIM_V, FI_MAX_ROWS, FI_INVARIANT, and those of choice.cuh.
 #include "attention.cuh"
 #include "launch.h"
 
@@ -12,8 +12,7 @@ using bfloat16 = __nv_bfloat16;
 using float8_e4m3fn = ptx::E4M3;
 using float8_e5m2 = ptx::E5M2;
 
-using Instance =
-    Traits<FI_Q_DTYPE, FI_KV_DTYPE, FI_HEAD_DIM, FI_HEAD_DIM_V, bool(FI_INVARIANT), bool(FI_TALL)>;
+using Instance = Traits<FI_Q_DTYPE, FI_KV_DTYPE, FI_HEAD_DIM, FI_HEAD_DIM_V, bool(FI_INVARIANT)>;
 
 }  // namespace
 

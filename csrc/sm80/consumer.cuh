@@ -17,8 +17,7 @@ __device__ __forceinline__ uint32_t chunk_pair(uint32_t base, int rows, int pair
 
 __device__ __forceinline__ int row_groups(const Work& w) { return max(1 << w.tile_log2, 16) / 16; }
 
-// kHoldsQ: fragments of the queries stay in registers.
-template <class Traits, bool kHoldsQ = Traits::kQInRegisters>
+template <class Traits>
 struct Consumer {
   using T = typename Traits::T;
   using TKV = typename Traits::TKV;
@@ -35,7 +34,7 @@ struct Consumer {
   char* slice;
   int group, member, members;  // row group; which of the warps that share its KV tiles; how many those are
   int pair, column_warp;       // which of the warps that share rows and columns
-  uint32_t q[kHoldsQ ? kQSteps : 1][4];
+  uint32_t q[Traits::kQInRegisters ? kQSteps : 1][4];
   float out[kColumns][4];
   RowState state;
 
@@ -64,19 +63,6 @@ struct Consumer {
     column_warp = warp % Traits::kColumnWarps;
     group = warp / Traits::kColumnWarps / members;
     member = warp / Traits::kColumnWarps % members;
-    load_queries();
-    clear();
-  }
-
-  // Row group `group_` of a tile in which every warp has two. The slice of the first is the warp's own in
-  // tiles of all heights, so that no other warp's item reaches into it.
-  __device__ __forceinline__ Consumer(const AttentionParams& p_, const LaunchConstants& c_, const Work& w_,
-                                      int tid, char* shared, int group_)
-      : p(p_), c(c_), w(w_), warp(tid / 32), lane(tid % 32) {
-    slice = shared + (group_ / 2 + group_ % 2 * kConsumerWarps) * Traits::kSliceBytes;
-    members = 1;
-    pair = column_warp = member = 0;
-    group = group_;
     load_queries();
     clear();
   }
@@ -131,7 +117,7 @@ struct Consumer {
       }
     }
     sync_columns();
-    if constexpr (kHoldsQ) {
+    if constexpr (Traits::kQInRegisters) {
 #pragma unroll
       for (int step = 0; step < kQSteps; ++step) read_q(step, q[step]);
     }
@@ -200,7 +186,7 @@ struct Consumer {
         const int step = i * kStepsRead + j;
         if (step >= kQSteps) continue;
         uint32_t a[4];
-        if constexpr (kHoldsQ) {
+        if constexpr (Traits::kQInRegisters) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) a[e] = q[step][e];
         } else {

@@ -33,8 +33,8 @@ __device__ __forceinline__ float finish_row(const AttentionParams& p, const Laun
 
 // Four neighbouring columns of fragment pair n (one block of 16), row half r, as they lie in an fp8 lane; or
 // two times two neighbours `h` = 0, 1 otherwise.
-template <class Traits, bool kHoldsQ>
-__device__ __forceinline__ float4 four_columns(const Consumer<Traits, kHoldsQ>& x, int n, int r) {
+template <class Traits>
+__device__ __forceinline__ float4 four_columns(const Consumer<Traits>& x, int n, int r) {
   return make_float4(x.out[2 * n][2 * r], x.out[2 * n + 1][2 * r], x.out[2 * n][2 * r + 1],
                      x.out[2 * n + 1][2 * r + 1]);
 }
@@ -44,9 +44,9 @@ __device__ __forceinline__ float4 times(float4 v, float f) {
 }
 
 // The state (o, lse) of this warp to row `first_row` + row of the partial states.
-template <class Traits, bool kHoldsQ>
-__device__ __forceinline__ void store_partial(const Consumer<Traits, kHoldsQ>& x, int first_row,
-                                              const float (&lse)[2], const float (&factor)[2]) {
+template <class Traits>
+__device__ __forceinline__ void store_partial(const Consumer<Traits>& x, int first_row, const float (&lse)[2],
+                                              const float (&factor)[2]) {
   const AttentionParams& p = x.p;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -71,9 +71,8 @@ __device__ __forceinline__ void store_partial(const Consumer<Traits, kHoldsQ>& x
 }
 
 // Final rows of one warp go through its slice to leave as whole 16-byte chunks.
-template <class Traits, bool kHoldsQ>
-__device__ __forceinline__ void store_final(const Consumer<Traits, kHoldsQ>& x, float (&lse)[2],
-                                            float (&factor)[2]) {
+template <class Traits>
+__device__ __forceinline__ void store_final(const Consumer<Traits>& x, float (&lse)[2], float (&factor)[2]) {
   using T = typename Traits::T;
   const AttentionParams& p = x.p;
   const Work& w = x.w;

@@ -2,7 +2,6 @@
 // The consumers' walk through items: their tiles of the ring, then the result.
 #pragma once
 #include "epilogue.cuh"
-#include "tall.cuh"
 
 namespace fi::sm80 {
 
@@ -35,8 +34,8 @@ struct GridState {
 };
 
 // This warp's share of an item's tiles, the first being at `stage` of the ring.
-template <class Traits, class Warp, class BeforeTile>
-__device__ __forceinline__ void attend(Warp& x, Control& control, uint32_t stages,
+template <class Traits, class BeforeTile>
+__device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, uint32_t stages,
                                        Ring<Traits::kStages> stage, int first, int step, int tiles,
                                        BeforeTile before_tile) {
   const int kv_begin = x.w.kv_begin;
@@ -58,8 +57,8 @@ __device__ __forceinline__ void attend(Warp& x, Control& control, uint32_t stage
 }
 
 // Result of a warp that saw all keys of its rows.
-template <class Warp>
-__device__ __forceinline__ void store(Warp& x) {
+template <class Traits>
+__device__ __forceinline__ void store(Consumer<Traits>& x) {
   float lse[2], factor[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -84,29 +83,6 @@ __device__ __forceinline__ void run_item(const AttentionParams& p, const LaunchC
     return;
   }
   store(x);
-}
-
-// The tallest tile has an arrangement of its own.
-template <class Traits>
-__device__ __forceinline__ void run_tall_item(const AttentionParams& p, const LaunchConstants& c,
-                                              Control& control, const Work& w, int tid, char* shared,
-                                              uint32_t stages, const Ring<Traits::kStages>& stage,
-                                              int tiles) {
-  TallConsumer<Traits> x(p, c, w, tid, shared);
-  attend<Traits>(x, control, stages, stage, 0, 1, tiles, [](int) {});
-  if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
-  store(x.upper);
-  store(x.lower);
-}
-
-template <class Traits>
-__device__ __forceinline__ void run_any_item(const AttentionParams& p, const LaunchConstants& c,
-                                             Control& control, const Work& w, int tid, char* shared,
-                                             uint32_t stages, const Ring<Traits::kStages>& stage, int tiles) {
-  if constexpr (Traits::kTall) {
-    if (w.tile_log2 == 8) return run_tall_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
-  }
-  run_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
 }
 
 // The batch-invariant mode: one warp takes all tiles of a row group in their order, and states end at fixed
@@ -189,7 +165,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchCo
     if constexpr (Traits::kInvariant)
       run_invariant_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
     else
-      run_any_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
+      run_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
     stage.advance(tiles);
     if (w.unit >= 0) arrive<Traits>(p, c, control, w, tid, shared);
     // Warps without a share must not run ahead of the ring by more than a lap.

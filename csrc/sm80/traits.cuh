@@ -48,13 +48,12 @@ constexpr int tile_bytes(int rows, int bytes) { return rows * ceil_div(bytes, kR
 
 // T: queries and outputs; TKV: T or an fp8 type.
 // kInvariant: partial states at fixed key positions, whatever the chunks (batch-invariant mode).
-// kTall: plans may hold tiles of 256 rows.
-template <typename T_, typename TKV_, int kHeadDim_, int kHeadDimV_, bool kInvariant_, bool kTall_>
+template <typename T_, typename TKV_, int kHeadDim_, int kHeadDimV_, bool kInvariant_>
 struct Traits {
   using T = T_;
   using TKV = TKV_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
-  static constexpr bool kInvariant = kInvariant_, kTall = kTall_;
+  static constexpr bool kInvariant = kInvariant_;
   static constexpr bool kFp8 = sizeof(TKV) == 1;
   static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0 && kHeadDim <= 256 && kHeadDimV <= 256);
 
@@ -72,11 +71,8 @@ struct Traits {
   static constexpr int kSliceBytes =
       max_of(tile_bytes(16, kHeadDim * 2),
              kColumnWarps* max_of(tile_bytes(16, kWarpColumns * 2), 8 * kWarpColumns * 4));
-  static constexpr int kQBytes = (kTall ? 16 : kMaxGroups) * kSliceBytes;
+  static constexpr int kQBytes = kMaxGroups * kSliceBytes;
   static constexpr int kControlBytes = 1408;
-
-  static_assert(!kTall || (kColumnWarps == 1 && !kInvariant),
-                "no tile of 256 rows for wide heads or fixed states");
 
   // Keys of one pipeline stage and of one softmax update: 64, or 32 where shared memory is short.
   static constexpr int stage_bytes(int keys) {

@@ -19,7 +19,6 @@ from fi_backend.core.jit.arch import cuda_arch, shared_kib
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.shipped import build_options
 from fi_backend.core.spec import AttentionSpec
-from fi_backend.core.support import cuda_query_tiles
 
 OPS_MODULE = jit.ModuleSpec(name="cpu_ops", sources=("cpu/append.cc", "cpu/merge.cc", "bind/cpu_ops.cc"))
 
@@ -65,7 +64,6 @@ def cuda_attention_module(spec: AttentionSpec, arch: str) -> jit.ModuleSpec:
             ("FI_HEAD_DIM", str(spec.head_dim)),
             ("FI_HEAD_DIM_V", str(spec.head_dim_v)),
             ("FI_INVARIANT", str(int(spec.batch_invariant))),
-            ("FI_TALL", str(int(cuda_query_tiles(spec, arch)[1] == 256))),
             ("FI_LOGITS_TRANSFORM", str(int(transform))),
             ("FI_LOGITS_MASK", str(int(spec.custom_mask))),
             ("FI_SHARED_KIB", str(shared_kib(arch))),

@@ -20,7 +20,7 @@ MODULE = jit.ModuleSpec(
     sources=("core/planner.cc", "core/capacity.cc", "core/lpt.cc", "bind/planner.cc"),
 )
 _SIZES = 18
-QUERY_TILES = (1, 16, 32, 64, 128, 256)
+QUERY_TILES = (1, 16, 32, 64, 128)
 
 
 @cache
@@ -42,7 +42,7 @@ def cuda_module(arch: str) -> jit.ModuleSpec:
 class CostModel:
     """Integer costs of a work item: ``alpha * Tq + beta[tile] * KV tokens`` (+ part_cost when it is split).
 
-    beta: by query tile 1, 16, 32, 64, 128, 256. granule: chunk borders are multiples of it (KV tokens).
+    beta: by query tile 1, 16, 32, 64, 128. granule: chunk borders are multiples of it (KV tokens).
     min_chunk: KV tokens below which a split does not pay. invariant_grid: chunk length of the
     batch-invariant mode. How the figures were fitted: docs/design/log.md.
     """
@@ -50,7 +50,7 @@ class CostModel:
     granule: int = 64
     min_chunk: int = 256
     alpha: int = 1
-    beta: tuple[int, int, int, int, int, int] = (4, 4, 5, 6, 8, 14)
+    beta: tuple[int, int, int, int, int] = (4, 4, 5, 6, 8)
     part_cost: int = 64
     invariant_grid: int = 512
 
@@ -74,8 +74,8 @@ class CostModel:
         reads of the KV cache.
         """
         if device.type == "cpu":
-            return cls(alpha=1, beta=(4, 5, 7, 11, 18, 36), part_cost=256)
-        return cls(alpha=10, beta=(4, 4, 4, 5, 7, 11), part_cost=1500)
+            return cls(alpha=1, beta=(4, 5, 7, 11, 18), part_cost=256)
+        return cls(alpha=10, beta=(4, 4, 4, 5, 7), part_cost=1500)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import torch
 
-from fi_backend.core.jit.arch import cuda_arch
 from fi_backend.core.spec import FP8_DTYPES, AttentionSpec
 
 DEVICES = ("cpu", "cuda")
@@ -25,16 +24,8 @@ def query_tiles(spec: AttentionSpec, device: str | torch.device) -> tuple[int, i
     """Return the least and the greatest query tile that the kernels of `device` have for `spec`."""
     if torch.device(device).type == "cpu":
         return 1, 128
-    return cuda_query_tiles(spec, cuda_arch(device))
-
-
-def cuda_query_tiles(spec: AttentionSpec, arch: str) -> tuple[int, int]:
-    """Return the least and the greatest query tile of the CUDA kernels for a target such as "sm_90a"."""
-    if max(spec.head_dim, spec.head_dim_v) > 128:  # two warps share the columns of a row
-        return 16, 64
-    # The tallest tile keeps its output in twice the registers, for which warps have to trade some.
-    tall = arch == "sm_90a" and not spec.batch_invariant
-    return 16, 256 if tall else 128
+    # Two warps share the columns of a wider row.
+    return 16, 64 if max(spec.head_dim, spec.head_dim_v) > 128 else 128
 
 
 def resolve(device: str | torch.device) -> torch.device:

@@ -22,7 +22,7 @@ INT32_MAX = 2**31 - 1
 def model_cost(case: PlanCase, item: np.void) -> int:
     costs = case.cost_model
     tile = int(item["tile_log2"])
-    beta = costs.beta[(0, 4, 5, 6, 7, 8).index(tile)]
+    beta = costs.beta[(0, 4, 5, 6, 7).index(tile)]
     split = costs.part_cost if item["unit"] >= 0 else 0
     return min(INT32_MAX, costs.alpha * (1 << tile) + beta * int(item["kv_end"] - item["kv_begin"]) + split)
 

@@ -99,6 +99,7 @@ class CapturedGraph:
         torch.cuda.current_stream(device).wait_stream(side)
         torch.cuda.synchronize(device)
         self._device = device
+        self._step = step  # keeps what the graph reads alive: plans, tables, workspaces
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self.output = step()

@@ -35,7 +35,8 @@ DISABLE_JIT: Final = Variable(
 DEBUG: Final = Variable(
     "FI_BACKEND_DEBUG",
     "`0`",
-    "`1`: check the contents of index tensors (page ids, lengths) before every run.",
+    "`1`: check the contents of index tensors (page ids, lengths) in every run; on a GPU it then waits for "
+    "the run.",
 )
 STATS_DIR: Final = Variable(
     "FI_BACKEND_STATS_DIR",
@@ -61,7 +62,7 @@ def jit_disabled() -> bool:
 
 
 def debug() -> bool:
-    """Return whether the contents of index tensors are checked before every run."""
+    """Return whether every run checks the contents of index tensors."""
     return _flag(DEBUG.name)
 
 

@@ -35,7 +35,9 @@ class PlanBuffer:
         self._slots = [self.tensor]
         self._events: list[torch.cuda.Event] = []
         if device.type == "cuda":
-            self._slots = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(_SLOTS)]
+            self._slots = [
+                torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(_SLOTS)
+            ]
             with torch.cuda.device(device):
                 self._events = [torch.cuda.Event() for _ in range(_SLOTS)]
         self._next = 0

@@ -141,8 +141,9 @@ class Planner:
                 *tiles,
             ],
             dtype=torch.int64,
+            device="cpu",  # whatever torch's default device is
         )
-        sizes = torch.empty(_SIZES, dtype=torch.int64)
+        sizes = torch.empty(_SIZES, dtype=torch.int64, device="cpu")
         native = module()
         native.sizes(self.config, spec.head_dim_v, sizes)
         values = sizes.tolist()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from examples import share
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,3 +70,12 @@ def test_one_worker_per_head_needs_little_scratch() -> None:
     planner = Planner(AttentionSpec(32, 8, 128), Limits(1024, 8192, 131072), num_ctas=132, costs=COSTS["gpu"])
     assert planner.scratch_bytes < 80 << 20
     assert planner.layout.total < 1 << 20
+
+
+def test_another_default_device_of_torch_changes_nothing() -> None:
+    """Engines make the GPU the place of every tensor that names none; plans are made on the host."""
+    case = PlanCase((1, 3), (100, 5000), group=4, heads=2, num_ctas=16)
+    with torch.device("meta"):
+        planner = case.planner()
+    assert planner.capacity == case.planner().capacity
+    assert case.plan(planner).tobytes() == case.plan().tobytes()

@@ -100,6 +100,10 @@ class PageTable:
     kv_lens: int32 [requests]: exact KV tokens, read when a kernel runs.
     page_size: tokens a page.
     index_step, index_divisor: page_size for a table of token slots, 1 for a table of pages.
+
+    A captured CUDA graph reads these tensors where they lay at the capture. from_block_table() keeps them in
+    place from step to step; the other makers compute some of them anew, so that a graph needs the table of
+    its capture kept, and its tensors filled in place.
     """
 
     indices: Tensor | None

@@ -89,11 +89,7 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
             if kind not in self.attention:
                 declared, head_dim_v = kind
                 spec = replace(declared, page_size=self.block_size, head_dim_v=head_dim_v)
-                attention = batch_attention(spec, self._limits, device)
-                if self._drafts and attention.device.type == "cuda":
-                    # vLLM drafts on the device alone, so that the host knows no lengths.
-                    attention.planner.prepare(attention.device)
-                self.attention[kind] = attention
+                self.attention[kind] = batch_attention(spec, self._limits, device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:

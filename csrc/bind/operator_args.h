@@ -58,6 +58,9 @@ inline AppendParams append_params(const TensorView& key, const TensorView& value
     TVM_FFI_THROW(ValueError)
         << "k_cache: expected [pages, page_size, KV heads, head_dim] or [tokens, KV heads, head_dim]; got "
         << shape_text(k_cache) << ".";
+  if (k_cache.ndim() == 4 && k_cache.size(1) == 0)
+    TVM_FFI_THROW(ValueError) << "k_cache: expected a page_size of 1 or more; got " << shape_text(k_cache)
+                              << ".";
   p.side[0] = append_side("key", key, "k_cache", k_cache, "k_scale", k_scale, heads, device);
   p.side[1] = append_side("value", value, "v_cache", v_cache, "v_scale", v_scale, heads, device);
   if (v_cache.ndim() != k_cache.ndim() || v_cache.size(0) != k_cache.size(0) ||

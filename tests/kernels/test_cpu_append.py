@@ -193,6 +193,11 @@ X, CACHE, SLOTS = torch.ones(3, 2, 16), torch.zeros(4, 8, 2, 16), torch.tensor([
             ValueError,
             ["v_cache", "[4, 8, 2, 16]", "[3, 8, 2, 16]"],
         ),
+        (
+            lambda: append_kv(X, X, CACHE[:, :0], CACHE[:, :0], torch.tensor([-1])),
+            ValueError,
+            ["k_cache", "page_size", "[4, 0, 2, 16]"],
+        ),
         (lambda: append_kv(X, X[:, :1], CACHE, CACHE, SLOTS), ValueError, ["value", "2", "[3, 1, 16]"]),
         (
             lambda: append_kv(X[..., ::2], X, CACHE[..., ::2], CACHE, SLOTS),

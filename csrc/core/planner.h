@@ -38,7 +38,7 @@ struct PlannerConfig {
   int32_t max_tile;
 };
 
-// Upper bounds of everything a plan within `config.limits` can contain; see planner.cc for the proof.
+// Upper bounds of everything a plan within `config.limits` can contain; see capacity.cc for the proof.
 PlanCapacity plan_capacity(const PlannerConfig& config);
 
 // Query tiles that a plan within `config.limits` can have.

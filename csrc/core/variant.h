@@ -34,10 +34,11 @@ struct KeyRange {
 //   logits_transform  the logit of a scaled dot product; F is float or a vector of floats, `Math` supplies
 //                     tanh and the conversion of positions for F; only asked when has_transform()
 //   finish            final factor of the output, and the final lse, of a row that saw at least one key
-//   kSoftmax          false: transformed logits are the weights themselves, masked ones 0, and outputs add up
-//   (lse 0) query_transform, key_transform   element `d` of a query or key row at a position, given a way to
-//   load the
-//                     row's elements; only asked when kTransformsQuery, kTransformsKey
+// and, in the kernels for GPUs alone,
+//   kSoftmax          false: transformed logits are the weights themselves, masked ones 0; outputs add up,
+//                     the lse is 0
+//   query_transform   element `d` of a query row at a position, given a way to load the row's elements;
+//                     only asked when kTransformsQuery. key_transform: the same of keys, kTransformsKey
 struct StandardVariant {
   static constexpr bool kSoftmax = true, kTransformsQuery = false, kTransformsKey = false;
 

@@ -279,3 +279,16 @@ class AmxBase {
 
 }  // namespace fi::cpu
 #endif
+
+namespace fi::cpu {
+
+// Whether the unit serves queries and a cache of these types.
+#if defined(FI_AMX)
+template <class Q, class KV>
+inline constexpr bool kHasAmx = std::is_same_v<Q, dtype::bfloat16> && AmxBase<KV>::kExact;
+#else
+template <class Q, class KV>
+inline constexpr bool kHasAmx = false;
+#endif
+
+}  // namespace fi::cpu

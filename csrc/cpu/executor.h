@@ -14,14 +14,6 @@
 
 namespace fi::cpu {
 
-#if defined(FI_AMX)
-template <class Q, class KV>
-inline constexpr bool kHasAmx = std::is_same_v<Q, dtype::bfloat16> && AmxBase<KV>::kExact;
-#else
-template <class Q, class KV>
-inline constexpr bool kHasAmx = false;
-#endif
-
 // Row slots of one head when an item is run for several heads at once.
 inline constexpr int kSlotRows = 16;
 
@@ -146,11 +138,6 @@ class Executor {
       keys_.begin = std::min(keys_.begin, row_keys_[r].begin);
       keys_.end = std::max(keys_.end, row_keys_[r].end);
     }
-  }
-
-  static int64_t row_capacity(const LevelParams& level, int32_t request) {
-    const int64_t entries = level.row_end[request] - level.row_begin[request];
-    return (entries + level.index_step - 1) / level.index_step * level.page_size;
   }
 
   // The engine that multiplies: the matrix unit where there is one, else vectors.

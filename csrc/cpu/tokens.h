@@ -17,6 +17,12 @@ struct Tokens {
   const KV* v[kKeyTile];
 };
 
+// Tokens that the pages of a request's row hold.
+inline int64_t row_capacity(const LevelParams& level, int32_t request) {
+  const int64_t entries = level.row_end[request] - level.row_begin[request];
+  return (entries + level.index_step - 1) / level.index_step * level.page_size;
+}
+
 // The keys [tile + range.begin, tile + range.end) of a request and KV head; no other page is looked up.
 template <class KV>
 void locate_tokens(const AttentionParams& p, int32_t request, int32_t kv_head, int32_t tile, KeyRange range,

@@ -1,28 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <tvm/ffi/extra/c_env_api.h>
-#include <tvm/ffi/tvm_ffi.h>
-
 #include "../cuda/read_bandwidth.h"
-#include "tensor_checks.h"
+#include "cuda_call.h"
 
 namespace fi {
 namespace {
 
 // data: contiguous uint8, a multiple of 16 bytes; sink: int32 [1] on the same device.
 void read_all(bind::TensorView data, bind::TensorView sink, int64_t num_sms) {
-  const DLDevice device = data.device();
-  if (!bind::is_cuda(device))
-    TVM_FFI_THROW(ValueError) << "data: expected a CUDA tensor; got one in " << bind::device_text(device);
-  bind::expect_vector("data", data, bind::kUInt8, -1, device);
-  bind::expect_vector("sink", sink, bind::kInt32, 1, device);
+  const bind::CudaCall call("data", data);
+  bind::expect_vector("data", data, bind::kUInt8, -1, call.device());
+  bind::expect_vector("sink", sink, bind::kInt32, 1, call.device());
   const auto address = reinterpret_cast<uintptr_t>(bind::data<const char>(data));
   if (address % 16 || data.size(0) % 16)
     TVM_FFI_THROW(ValueError) << "data: expected whole and aligned groups of 16 bytes; got " << data.size(0)
                               << " bytes at an address that is " << address % 16 << " modulo 16";
-  const auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
-  const cudaError_t error = launch_read_all(bind::data<const char>(data), size_t(data.size(0)),
-                                            bind::data<int32_t>(sink), int(num_sms), stream);
-  if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "read_all: " << cudaGetErrorString(error);
+  bind::expect_success("read_all", launch_read_all(bind::data<const char>(data), size_t(data.size(0)),
+                                                   bind::data<int32_t>(sink), int(num_sms), call.stream()));
 }
 
 }  // namespace

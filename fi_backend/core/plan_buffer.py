@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fi_backend.core.plan import PlanLayout
+from fi_backend.errors import PlanError
 
 _SLOTS = 4
 _FAULTS_WORD = 4  # bytes into the counters
@@ -43,8 +44,16 @@ class PlanBuffer:
         self._next = 0
 
     def host(self) -> Tensor:
-        """Return the host memory for the next plan, uint8 [size]; waits if all slots are being copied."""
+        """Return the host memory for the next plan, uint8 [size]; waits if all slots are being copied.
+
+        Raises PlanError while a graph is being captured: its replays would copy the slot's later contents.
+        """
         if self._events:
+            if torch.cuda.is_current_stream_capturing():
+                raise PlanError(
+                    "qo_indptr_host, kv_lens_host: expected None while a CUDA graph is being captured; got "
+                    "lengths of the host. Plan before the capture and before each replay, or leave both out."
+                )
             self._events[self._next].synchronize()
         return self._slots[self._next]
 

@@ -41,8 +41,9 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_ind
     TVM_FFI_THROW(ValueError)
         << "soft_cap, alibi_slopes, mask, scale <= 0: expected none, as this module is compiled "
            "without; got one. Use the module of a spec that has it.";
-  if (FI_LOGITS_MASK && !StandardVariant::has_mask(p))
-    TVM_FFI_THROW(ValueError) << "mask: expected a packed mask, as this module is compiled with one; got None.";
+  if (FI_LOGITS_MASK && !mask.has_value())
+    TVM_FFI_THROW(ValueError)
+        << "mask: expected a packed mask, as this module is compiled with one; got None.";
   if (p.level.num_pages >= int64_t(1) << 31)
     TVM_FFI_THROW(ValueError) << "k_cache: expected fewer than 2^31 pages; got " << p.level.num_pages << ".";
   constexpr int64_t kQItem = kQuery.bits / 8, kKvItem = kCache.bits / 8;

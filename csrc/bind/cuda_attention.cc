@@ -55,6 +55,13 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_ind
   expect_success("attention kernel", sm80::launch(p, int(num_ctas), call.stream()));
 }
 
+// Loads the kernel on the device of any tensor.
+void prepare(TensorView there) {
+  const CudaCall call("device", there);
+  expect_success("attention kernel", sm80::prepare());
+}
+
 }  // namespace fi::bind
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, fi::bind::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepare, fi::bind::prepare);

@@ -16,6 +16,11 @@ using Instance = Traits<FI_Q_DTYPE, FI_KV_DTYPE, FI_HEAD_DIM, FI_HEAD_DIM_V, boo
 
 }  // namespace
 
+cudaError_t prepare() {
+  return cudaFuncSetAttribute(attention_kernel<Instance>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              Instance::kSharedBytes);
+}
+
 cudaError_t launch(const AttentionParams& p, int num_ctas, cudaStream_t stream) {
   constexpr int64_t kItem = sizeof(FI_KV_DTYPE);
   LaunchConstants c;
@@ -31,12 +36,9 @@ cudaError_t launch(const AttentionParams& p, int num_ctas, cudaStream_t stream) 
   c.v_token_bytes = p.v_stride_token * kItem;
   c.same_strides = c.k_page_bytes == c.v_page_bytes && c.k_head_bytes == c.v_head_bytes &&
                    c.k_token_bytes == c.v_token_bytes;
-  auto* kernel = attention_kernel<Instance>;
-  // An attribute of the current device; setting it is cheap and legal during capture.
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Instance::kSharedBytes);
-  if (error != cudaSuccess) return error;
-  kernel<<<num_ctas, kThreads, Instance::kSharedBytes, stream>>>(p, c);
+  // An attribute of the current device; setting it again is cheap and legal during capture.
+  if (const cudaError_t error = prepare(); error != cudaSuccess) return error;
+  attention_kernel<Instance><<<num_ctas, kThreads, Instance::kSharedBytes, stream>>>(p, c);
   return cudaGetLastError();
 }
 

@@ -207,9 +207,10 @@ struct Accumulator {
   float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
 
   __device__ __forceinline__ void rescale(float next) {
+    const float before = top;
+    top = next;  // without softmax too: -inf says that a share has no part
     if constexpr (!Variant::kSoftmax) return;
-    const float a = next == -INFINITY ? 1.f : ptx::exp2_approx((top - next) * kLog2e);
-    top = next;
+    const float a = next == -INFINITY ? 1.f : ptx::exp2_approx((before - next) * kLog2e);
     sum *= a;
     acc = times(acc, a);
   }

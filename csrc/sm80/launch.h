@@ -17,6 +17,9 @@ struct LaunchConstants {
   bool same_strides;  // of K and V
 };
 
+// Loads the kernel on the current device, which a capture must not do; launch() does it where it is not done.
+cudaError_t prepare();
+
 // Starts the persistent kernel on `num_ctas` CTAs; the plan has been uploaded on the same stream.
 cudaError_t launch(const AttentionParams& params, int num_ctas, cudaStream_t stream);
 

@@ -73,7 +73,9 @@ __device__ __forceinline__ void join(float lse_a, float lse_b, float& factor_a, 
   } else if (lse_a == -INFINITY) {
     factor_a = 0.f, factor_b = 1.f, lse = lse_b;
   } else if constexpr (!Variant::kSoftmax) {
-    factor_a = factor_b = 1.f, lse = 0.f;
+    // A part that met a fault has lse NaN.
+    lse = lse_a + lse_b;
+    factor_a = factor_b = lse == lse ? 1.f : lse;
   } else {
     const float top = fmaxf(lse_a, lse_b);
     const float a = ptx::exp2_approx((lse_a - top) * kLog2e), b = ptx::exp2_approx((lse_b - top) * kLog2e);

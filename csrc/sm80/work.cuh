@@ -17,7 +17,7 @@ struct Work {
   int32_t token_begin;       // first query token of the request
   int32_t q_begin, q_rows;   // packed rows; as many as exist
   int32_t first_pos;         // position of query token 0 of the request
-  int32_t kv_begin, kv_end;  // a multiple of the KV tile, and the exact end
+  int32_t kv_begin, kv_end;  // where the first KV tile begins, and the exact end
   int32_t lo;                // first key that any row of the tile may see
   int32_t first, last;       // positions of the first and last row
   int32_t partial, unit;
@@ -102,8 +102,8 @@ __device__ __forceinline__ Work exact_work(const AttentionParams& p, const Launc
   }
 
   const int64_t pages = (row_end - row_begin + level.index_step - 1) / level.index_step;
-  if (kv_len < 0 || row_begin < 0 || row_end > level.num_indices || kv_len > pages * level.page_size ||
-      outside) {
+  if (kv_len < 0 || row_begin < 0 || row_end < row_begin || row_end > level.num_indices ||
+      kv_len > pages * level.page_size || outside) {
     w.faults = kFaultLengths;
     kv_len = 0;
   }

@@ -17,7 +17,7 @@ from fi_backend.core.plan import Plan
 from fi_backend.core.plan_buffer import PlanBuffer
 from fi_backend.core.planner import CostModel, Limits, Planner
 from fi_backend.core.spec import AttentionSpec
-from fi_backend.core.support import default_workers, query_tiles, resolve, unsupported_reason
+from fi_backend.core.support import cost_model, default_workers, query_tiles, resolve, unsupported_reason
 from fi_backend.errors import PlanError, UnsupportedError
 
 _Scale = float | Tensor
@@ -38,7 +38,7 @@ class BatchAttention:
     workers to balance over (default: torch's intra-op threads, or one a multiprocessor). planned_queues:
     run the queues of the paper's Algorithm 1 instead of drawing items by ticket. workspace: uint8, at
     least workspace_size() bytes, contents arbitrary; layers that run one after another may share it
-    (default: an own one).
+    (default: an own one). costs: the planner's cost model (default: that of the device).
 
     All memory is allocated here; plan() and run() allocate nothing but the output when none is given.
     Raises UnsupportedError when the spec cannot run on the device (see support.unsupported_reason).
@@ -68,12 +68,12 @@ class BatchAttention:
             spec,
             Limits(max_requests, max_tokens, max_kv_len),
             num_ctas=self.num_ctas,
-            costs=costs or CostModel.for_device(self.device),
+            costs=cost_model(spec, self.device, costs),
             planned_queues=planned_queues,
             tiles=query_tiles(spec, self.device),
         )
         self._kernel = kernels.attention_key(spec, self.device)
-        self._capacity = torch.tensor(self.planner.capacity, dtype=torch.int64)
+        self._capacity = torch.tensor(self.planner.capacity, dtype=torch.int64, device="cpu")
         self._plan_buffer = PlanBuffer(self.planner.layout.total, self.device)
         self._workspace = self._take_workspace(workspace)
         # Made now, so that no capture has to compile or allocate anything.
@@ -105,8 +105,9 @@ class BatchAttention:
         by the device planner, on the current stream, which may be capturing a graph.
         custom_mask: bool, see custom_mask.pack_mask; needs a spec with custom_mask=True and exact lengths.
 
-        Nothing here waits for the device. On CUDA, run() reads qo_indptr, the page table and the plan from
-        where they lie now: a captured graph serves later steps if those tensors are filled anew in place.
+        Waits for the device only to copy a custom mask, and while four plans are still being uploaded. On
+        CUDA, run() reads qo_indptr, the page table and the plan from where they lie now: a captured graph
+        serves later steps if those tensors are filled anew in place.
 
         Returns a view of the plan, valid until the next call; None when the device made it. Raises
         PlanError (a ValueError) naming the argument when an input breaks a limit; the previous plan then
@@ -184,6 +185,8 @@ class BatchAttention:
         if self._table is None or self._qo_indptr is None:
             raise PlanError("run(): expected plan() to have been called for this step; got no plan.")
         spec = self.spec
+        if self._mask is not None and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError("custom_mask: a graph would read a mask that the next plan() frees.")
         self._check_shapes(q, k_cache, v_cache)
         if out is None:
             out = q.new_empty(q.shape[0], spec.num_qo_heads, spec.head_dim_v)

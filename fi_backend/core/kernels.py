@@ -44,11 +44,6 @@ def attention_module(spec: AttentionSpec, device: str | torch.device = "cpu") ->
     )
 
 
-def attention_modules(spec: AttentionSpec, device: str | torch.device = "cpu") -> list[jit.ModuleSpec]:
-    """All modules that attention of `spec` on `device` loads."""
-    return [attention_module(spec, device)]
-
-
 def cuda_attention_module(spec: AttentionSpec, arch: str) -> jit.ModuleSpec:
     """The CUDA module that runs `spec` on the target `arch`, such as "sm_90a"."""
     # The plain kernel folds the scale into the exponent, which needs a positive one.
@@ -81,8 +76,10 @@ def attention_key(spec: AttentionSpec, device: torch.device) -> str:
     """Build or load the module for `spec` and return the name that run_attention() knows it by."""
     module = attention_module(spec, device)
     key = f"{module.name}@{module.arch}"
-    if key not in _kernels:
-        _kernels[key] = jit.load(module).run
+    native = jit.load(module)
+    _kernels.setdefault(key, native.run)
+    if device.type == "cuda":
+        native.prepare(torch.empty(0, device=device))  # on each device, and not in a capture
     return key
 
 

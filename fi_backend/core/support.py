@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import torch
 
+from fi_backend.core.planner import CostModel
 from fi_backend.core.spec import FP8_DTYPES, AttentionSpec
 
 DEVICES = ("cpu", "cuda")
 CUDA_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128))
 CUDA_DTYPES = ("float16", "bfloat16")
+# The largest KV tile of the CUDA kernels: a state ends between two of them.
+_CUDA_KV_TILE = 64
 
 
 def unsupported_reason(spec: AttentionSpec, device: str | torch.device) -> str | None:
@@ -26,6 +29,17 @@ def query_tiles(spec: AttentionSpec, device: str | torch.device) -> tuple[int, i
         return 1, 128
     # Two warps share the columns of a wider row.
     return 16, 64 if max(spec.head_dim, spec.head_dim_v) > 128 else 128
+
+
+def cost_model(spec: AttentionSpec, device: torch.device, costs: CostModel | None) -> CostModel:
+    """Return `costs`, by default those of the device; raises ValueError for a grid that kernels lack."""
+    chosen = costs or CostModel.for_device(device)
+    if device.type == "cuda" and spec.batch_invariant and chosen.invariant_grid % _CUDA_KV_TILE:
+        raise ValueError(
+            f"costs.invariant_grid: on CUDA expected a multiple of {_CUDA_KV_TILE} tokens, the kernels' KV "
+            f"tile; got {chosen.invariant_grid}."
+        )
+    return chosen
 
 
 def resolve(device: str | torch.device) -> torch.device:

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the back end refuses under SGLang: engines, layers, caches, steps, options."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang_cpu import Shape, make_runner
+
+pytest.importorskip("sglang", reason="SGLang is not installed")
+
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_step import STEPS, Engine
+
+from fi_backend.adapters.sglang.backend import FiAttnBackend
+from fi_backend.errors import UnsupportedError
+
+
+@pytest.mark.parametrize(
+    ("server", "words"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm='EAGLE'"),
+        ({"enable_torch_compile": True}, "enable_torch_compile=True"),
+        ({"dcp_size": 2}, "dcp_size=2"),
+        ({"disaggregation_mode": "prefill"}, "disaggregation_mode='prefill'"),
+        ({"enable_hierarchical_cache": True}, "enable_hierarchical_cache=True"),
+    ],
+)
+def test_engines_that_are_refused(server: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        FiAttnBackend(make_runner(Shape(), **server))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("use_mla_backend", True, "an MLA model"),
+        ("device", "cuda", "device='cuda'"),
+        ("model_config", SimpleNamespace(is_encoder_decoder=True), "an encoder-decoder model"),
+    ],
+)
+def test_runners_that_are_refused(name: str, value: Any, words: str) -> None:
+    runner = make_runner(Shape())
+    setattr(runner, name, value)
+    with pytest.raises(UnsupportedError, match=words):
+        FiAttnBackend(runner)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("is_cross_attention", True, "cross attention"),
+        ("attn_type", SimpleNamespace(value="encoder_only"), "attn_type=encoder_only"),
+        ("use_irope", True, "use_irope"),
+        ("xai_temperature_len", 8, "xai_temperature_len=8"),
+        ("pos_encoding_mode", "ALIBI", "pos_encoding_mode=ALIBI"),
+    ],
+)
+def test_layers_that_are_refused(name: str, value: Any, words: str) -> None:
+    runner = make_runner(Shape())
+    setattr(runner.model[1], name, value)
+    with pytest.raises(UnsupportedError, match=f"attention layer 1: .*{words}"):
+        FiAttnBackend(runner)
+
+
+def test_another_layout_of_the_cache_is_refused() -> None:
+    class Packed(MHATokenToKVPool):
+        pass
+
+    runner = make_runner(Shape())
+    runner.token_to_kv_pool.__class__ = Packed
+    with pytest.raises(UnsupportedError, match="KV cache of the kind Packed"):
+        FiAttnBackend(runner)
+    runner = make_runner(Shape())
+    runner.token_to_kv_pool.kv_cache_layout = "hnd"
+    with pytest.raises(UnsupportedError, match="KV cache layout hnd"):
+        FiAttnBackend(runner)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"forward_mode": ForwardMode.TARGET_VERIFY}, "forward mode TARGET_VERIFY"),
+        ({"forward_mode": ForwardMode.DLLM_EXTEND}, "forward mode DLLM_EXTEND"),
+        ({"spec_info": object()}, "speculative decoding"),
+    ],
+)
+def test_steps_that_are_refused(change: dict[str, Any], words: str) -> None:
+    engine = Engine(Shape())
+    batch = engine.step(*STEPS[0])
+    vars(batch).update(change)
+    with pytest.raises(UnsupportedError, match=words):
+        engine.backend.init_forward_metadata(batch)
+
+
+def test_an_unknown_option_of_a_model_is_refused() -> None:
+    engine = Engine(Shape())
+    batch = engine.step(*STEPS[0])
+    engine.backend.init_forward_metadata(batch)
+    q, k, v = torch.zeros(76, 128), torch.zeros(76, 2, 32), torch.zeros(76, 2, 32)
+    with pytest.raises(UnsupportedError, match="q_rope"):
+        engine.backend.forward(q, k, v, engine.layers[0], batch, q_rope=torch.zeros(1))
+    engine.backend.forward(q, k, v, engine.layers[0], batch, q_rope=None)

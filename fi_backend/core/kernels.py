@@ -70,16 +70,19 @@ def cuda_attention_module(spec: AttentionSpec, arch: str) -> jit.ModuleSpec:
 
 # Operators carry strings only: under torch.compile a kernel is known by this name.
 _kernels: dict[str, Any] = {}
+_ready: set[tuple[str, torch.device]] = set()
 
 
 def attention_key(spec: AttentionSpec, device: torch.device) -> str:
     """Build or load the module for `spec` and return the name that run_attention() knows it by."""
     module = attention_module(spec, device)
     key = f"{module.name}@{module.arch}"
-    native = jit.load(module)
-    _kernels.setdefault(key, native.run)
-    if device.type == "cuda":
-        native.prepare(torch.empty(0, device=device))  # on each device, and not in a capture
+    if (key, device) not in _ready:
+        native = jit.load(module)
+        _kernels[key] = native.run
+        if device.type == "cuda":
+            native.prepare(torch.empty(0, device=device))  # on each device, and not in a capture
+        _ready.add((key, device))
     return key
 
 

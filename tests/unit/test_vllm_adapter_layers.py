@@ -41,6 +41,7 @@ def test_building_a_layer_allocates_the_scratch_memory_and_loads_the_kernels(
     """Both happen before vLLM measures the memory left for the KV cache."""
     monkeypatch.setattr(workspace, "_pool", {})
     monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(kernels, "_ready", set())
     for loaded_once in (ops_module._loaded, planner.module, workspace._prepare):
         loaded_once.cache_clear()
     layer = make_layer(config, "layer")

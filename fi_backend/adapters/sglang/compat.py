@@ -6,15 +6,13 @@ Checked against SGLang 0.5.17 and 0.5.23. Importing this module imports no part 
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from dataclasses import fields, is_dataclass
 from typing import Any, Final
+
+from fi_backend.adapters import contract
 
 NAME: Final = "fi"
 
-# (module, attribute path, leading parameters, or fields, that the adapter relies on; () = existence only)
-_CONTRACT: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
+_CONTRACT: Final[contract.Contract] = (
     ("sglang.srt.server_args", "add_attention_backend_choices", ()),  # called by position
     ("sglang.srt.server_args", "ATTENTION_BACKEND_CHOICES", ()),
     ("sglang.srt.layers.attention.attention_registry", "register_attention_backend", ("name",)),
@@ -88,36 +86,8 @@ _CONTRACT: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
 
 
 def mismatches() -> list[str]:
-    """Return what the installed SGLang lacks of the API that the adapter relies on, one line each.
-
-    Passes on whatever SGLang raises while it is imported, other than that a name does not exist.
-    """
-    problems = []
-    for module_name, path, expected in _CONTRACT:
-        target: Any
-        try:
-            target = importlib.import_module(module_name)
-            for part in path.split("."):
-                target = getattr(target, part)
-        except (ImportError, AttributeError) as error:
-            problems.append(f"{module_name}.{path}: not found ({error})")
-            continue
-        if problem := _names_mismatch(target, expected):
-            problems.append(f"{module_name}.{path}: {problem}")
-    return problems
-
-
-def _names_mismatch(target: Any, expected: tuple[str, ...]) -> str | None:
-    if not expected:
-        return None
-    if is_dataclass(target):
-        got = [field.name for field in fields(target)]
-        missing = [name for name in expected if name not in got]
-        return f"expected the fields {', '.join(missing)}, got {', '.join(got)}" if missing else None
-    got = list(inspect.signature(target).parameters)
-    if tuple(got[: len(expected)]) != expected:
-        return f"expected the parameters ({', '.join(expected)}, ...), got ({', '.join(got)})"
-    return None
+    """Return what the installed SGLang lacks of the API that the adapter relies on, one line each."""
+    return contract.mismatches(_CONTRACT)
 
 
 def engine() -> str:

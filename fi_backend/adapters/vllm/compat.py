@@ -7,17 +7,15 @@ Checked against vLLM 0.26.0, 0.32.0 and 0.33.0. Importing this module imports no
 from __future__ import annotations
 
 import copyreg
-import importlib
-import inspect
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from typing import Any, Final
+
+from fi_backend.adapters import contract
 
 NAME: Final = "FI"
 BACKEND_PATH: Final = "fi_backend.adapters.vllm.backend.FiBackend"
 
-# (module, attribute path, leading parameter or field names that the adapter relies on; () = existence only)
-_CONTRACT: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
+_CONTRACT: Final[contract.Contract] = (
     ("vllm.config", "get_current_vllm_config", ()),
     ("vllm.envs", "environment_variables", ()),
     ("vllm.platforms", "current_platform.is_cpu", ()),
@@ -95,39 +93,8 @@ _CONTRACT: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
 
 
 def mismatches() -> list[str]:
-    """Return what the installed vLLM lacks of the API that the adapter relies on, one line each.
-
-    Passes on whatever vLLM raises while it is imported, other than that a name does not exist.
-    """
-    problems = []
-    for module_name, path, expected in _CONTRACT:
-        target: Any
-        try:
-            target = importlib.import_module(module_name)
-            for part in path.split("."):
-                target = getattr(target, part)
-        except (ImportError, AttributeError) as error:
-            problems.append(f"{module_name}.{path}: not found ({error})")
-            continue
-        if problem := _names_mismatch(target, expected):
-            problems.append(f"{module_name}.{path}: {problem}")
-    return problems
-
-
-def _names_mismatch(target: Any, expected: tuple[str, ...]) -> str | None:
-    if not expected:
-        return None
-    if is_dataclass(target):
-        got = [field.name for field in fields(target)]
-        missing = [name for name in expected if name not in got]
-        return f"expected the fields {', '.join(missing)}, got {', '.join(got)}" if missing else None
-    signature = inspect.signature(target).parameters
-    got = list(signature)
-    if any(p.kind is p.VAR_KEYWORD for p in signature.values()) and got[0] not in expected:
-        return None  # wrapped by another plug-in: the names are hidden
-    if tuple(got[: len(expected)]) != expected:
-        return f"expected the parameters ({', '.join(expected)}, ...), got ({', '.join(got)})"
-    return None
+    """Return what the installed vLLM lacks of the API that the adapter relies on, one line each."""
+    return contract.mismatches(_CONTRACT)
 
 
 def engine() -> str:

@@ -21,7 +21,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from fi_backend.core.jit import compiler
+from fi_backend.core.jit import compiler, tools
 
 WHEELS = {
     "vllm": "vllm==0.26.0",
@@ -139,7 +139,7 @@ def linked(folder: Path, cuda: Path, stub: Path, environment: dict[str, str]) ->
             for line in (folder / "build.ninja").read_text().splitlines()
             if line.startswith("build ") and ".o: " in line and not any(name in line for name in UNUSED)
         ]
-        subprocess.run([compiler.ninja_binary(), "-C", folder, *targets], env=environment, check=True)
+        subprocess.run([tools.ninja_binary(), "-C", folder, *targets], env=environment, check=True)
         libraries = [f"-L{cuda / 'lib64'}", f"-L{stub}", "-lcudart", "-lcuda"]
         subprocess.run(["g++", "-shared", *targets, *libraries, "-o", library], check=True)
     return library

@@ -58,8 +58,8 @@ inline const float* optional_heads(const char* name, const Optional<TensorView>&
 inline PlanCapacity read_capacity(const TensorView& caps) {
   expect_vector("caps", caps, kInt64, kCapacityFields);
   const auto* v = data<const int64_t>(caps);
-  return {int32_t(v[0]), int32_t(v[1]), int32_t(v[2]), int32_t(v[3]),
-          int32_t(v[4]), int32_t(v[5]), int32_t(v[6]), int32_t(v[7])};
+  return {int32_t(v[0]), int32_t(v[1]), int32_t(v[2]), int32_t(v[3]), int32_t(v[4]), int32_t(v[5]),
+          int32_t(v[6]), int32_t(v[7]), int32_t(v[8]), int32_t(v[9]), int32_t(v[10])};
 }
 
 inline void expect_bytes(const char* name, const TensorView& t, int64_t bytes, DLDevice device) {

@@ -14,7 +14,7 @@ std::span<const int32_t> int32_vector(const char* name, TensorView t) {
   return {data<const int32_t>(t), size_t(t.size(0))};
 }
 
-// capacity (8 values), plan layout (9), scratch bytes: everything a caller has to allocate.
+// capacity (11 values), plan layout (12), scratch bytes: everything a caller has to allocate.
 void sizes(TensorView config, int64_t head_dim_v, TensorView out) {
   const PlannerConfig c = read_config(config);
   const PlanCapacity cap = refusing([&] { return plan_capacity(c); });
@@ -22,10 +22,13 @@ void sizes(TensorView config, int64_t head_dim_v, TensorView out) {
   const int64_t values[] = {
       cap.requests,      cap.items,        cap.units,
       cap.parts,         cap.partial_rows, cap.queues,
-      cap.queue_entries, cap.counters,     l.header,
+      cap.queue_entries, cap.nodes,        cap.node_tokens,
+      cap.reports,       cap.counters,     l.header,
       l.items,           l.units,          l.parts,
       l.kv_len_bounds,   l.queue_begin,    l.queue_entries,
-      l.counters,        l.total,          scratch_layout(cap, c.num_kv_heads, int32_t(head_dim_v)).total};
+      l.nodes,           l.node_tokens,    l.reports,
+      l.counters,        l.total,          scratch_layout(cap, c.num_kv_heads, int32_t(head_dim_v)).total,
+  };
   std::copy(std::begin(values), std::end(values), data<int64_t>(out));
 }
 

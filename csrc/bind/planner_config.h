@@ -8,7 +8,7 @@
 
 namespace fi::bind {
 
-inline constexpr int64_t kConfigFields = 21;
+inline constexpr int64_t kConfigFields = 25;
 
 inline PlannerConfig read_config(TensorView config) {
   expect_vector("config", config, kInt64, kConfigFields);
@@ -29,6 +29,8 @@ inline PlannerConfig read_config(TensorView config) {
   c.part_cost = int32_t(v[13 + kNumTiles]);
   c.min_tile = int32_t(v[14 + kNumTiles]);
   c.max_tile = int32_t(v[15 + kNumTiles]);
+  c.sharing = {v[16 + kNumTiles], v[17 + kNumTiles], v[18 + kNumTiles]};
+  c.share_cost = int32_t(v[19 + kNumTiles]);
   return c;
 }
 

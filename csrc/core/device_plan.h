@@ -338,8 +338,8 @@ class DevicePlanner {
     tiles.at(kFirstRow, t) = int32_t(before[3]);
     if (s.chunks > 1 && int32_t(before[1]) < a_.capacity.units)
       section<MergeUnit>(a_.layout.units)[before[1]] = {
-          tiles.at(kRequest, t), tiles.at(kQBegin, t),         q_rows, s.chunks,
-          int32_t(before[2]),    int32_t(before[2] + s.states)};
+          tiles.at(kRequest, t), tiles.at(kQBegin, t),          q_rows, s.chunks,
+          int32_t(before[2]),    int32_t(before[2] + s.states), -1,     0};
   }
 
   FI_DEVICE void double_budget(int choice) {

@@ -132,7 +132,7 @@ void emit(const PlannerConfig& config, const Scratch& scratch, std::vector<WorkI
     const Split& s = scratch.splits[i];
     for (int32_t c = 0; c < s.chunks; ++c) items.push_back(make_item(config, t, s, c, unit, row));
     if (s.chunks == 1) continue;
-    units[unit++] = {t.request, t.q_begin, t.q_rows, s.chunks, part, part + int32_t(s.states)};
+    units[unit++] = {t.request, t.q_begin, t.q_rows, s.chunks, part, part + int32_t(s.states), -1, 0};
     for (uint32_t state = 0; state < s.states; ++state, row += t.q_rows) parts[part++] = row;
   }
 }

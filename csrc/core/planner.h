@@ -20,6 +20,13 @@ struct PlannerLimits {
   int64_t max_kv_len;
 };
 
+// What shared prefixes may take of a plan; all 0 without sharing. Nodes beyond are not shared.
+struct SharingLimits {
+  int64_t max_nodes;
+  int64_t max_levels;  // nodes on the way from a root to a request
+  int64_t max_tokens;  // query tokens of one step that are members of a node
+};
+
 struct PlannerConfig {
   PlannerLimits limits;
   int32_t num_kv_heads;
@@ -36,6 +43,8 @@ struct PlannerConfig {
   int32_t part_cost;        // writing and merging one partial state
   int32_t min_tile;         // query tile heights that the kernels have, least and greatest
   int32_t max_tile;
+  SharingLimits sharing;
+  int32_t share_cost;  // of a node for each member, beside its partial states
 };
 
 // Upper bounds of everything a plan within `config.limits` can contain; see capacity.cc for the proof.
@@ -43,6 +52,9 @@ PlanCapacity plan_capacity(const PlannerConfig& config);
 
 // Query tiles that a plan within `config.limits` can have.
 int64_t tile_capacity(const PlannerConfig& config);
+
+// Query tiles of prefix nodes that a plan can have in addition.
+int64_t node_tile_capacity(const PlannerConfig& config);
 
 // Costs of a plan are added up in units of 2^cost_shift.
 int cost_shift(const PlannerConfig& config, const PlanCapacity& capacity);

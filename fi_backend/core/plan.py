@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 FIRST_CHUNK = 1
 LAST_CHUNK = 2
+PREFIX = 4
+SUFFIX = 8
 PLAN_MAGIC = 0x50494621
 
 WORK_ITEM = np.dtype(
@@ -30,8 +32,21 @@ WORK_ITEM = np.dtype(
     ]
 )
 MERGE_UNIT = np.dtype(
-    [(name, "<i4") for name in ("request", "q_begin", "q_rows", "num_items", "parts_begin", "parts_end")]
+    [
+        (name, "<i4")
+        for name in (
+            "request",
+            "q_begin",
+            "q_rows",
+            "num_items",
+            "parts_begin",
+            "parts_end",
+            "token",
+            "reserved",
+        )
+    ]
 )
+PREFIX_NODE = np.dtype([(name, "<i4") for name in ("request", "tokens_begin", "num_tokens", "kv_end")])
 HEADER = np.dtype(
     [
         (name, "<i4")
@@ -51,9 +66,12 @@ HEADER = np.dtype(
             "invariant_grid",
             "num_queues",
             "max_kv_len",
+            "num_nodes",
+            "num_node_tokens",
+            "num_reports",
         )
     ]
-    + [("reserved", "<i4", 17)]
+    + [("reserved", "<i4", 14)]
 )
 
 
@@ -67,6 +85,9 @@ class PlanLayout(NamedTuple):
     kv_len_bounds: int
     queue_begin: int
     queue_entries: int
+    nodes: int
+    node_tokens: int
+    reports: int
     counters: int
     total: int
 
@@ -108,6 +129,21 @@ class Plan:
         return self._section(self.layout.kv_len_bounds, np.dtype("<i4"), self.header["num_requests"])
 
     @property
+    def nodes(self) -> npt.NDArray[Any]:
+        """Prefix nodes, whose keys are read once for all members: structured array of dtype PREFIX_NODE."""
+        return self._section(self.layout.nodes, PREFIX_NODE, self.header["num_nodes"])
+
+    @property
+    def node_tokens(self) -> npt.NDArray[Any]:
+        """int32: query tokens of the nodes, counted over all requests."""
+        return self._section(self.layout.node_tokens, np.dtype("<i4"), self.header["num_node_tokens"])
+
+    @property
+    def reports(self) -> npt.NDArray[Any]:
+        """int32: lists of the merge units that a node tile reports to, each after its length."""
+        return self._section(self.layout.reports, np.dtype("<i4"), self.header["num_reports"])
+
+    @property
     def queues(self) -> list[npt.NDArray[Any]]:
         """Per CTA, the (item, KV head) pairs of Algorithm 1, int32 [n, 2]; empty without planned queues."""
         header = self.header
@@ -126,6 +162,9 @@ class Plan:
             self.parts,
             self.kv_len_bounds,
             *self.queues,
+            self.nodes,
+            self.node_tokens,
+            self.reports,
         ]
         return self.buffer[: HEADER.itemsize].tobytes() + b"".join(a.tobytes() for a in arrays)
 

@@ -13,13 +13,14 @@ from torch import Tensor
 from fi_backend.core import jit
 from fi_backend.core.jit.arch import cuda_arch
 from fi_backend.core.plan import PlanLayout
+from fi_backend.core.sharing import SharingLimits, flat_reason
 from fi_backend.core.spec import AttentionSpec
 
 MODULE = jit.ModuleSpec(
     name="planner",
     sources=("core/planner.cc", "core/capacity.cc", "core/lpt.cc", "bind/planner.cc"),
 )
-_SIZES = 18
+_SIZES = 24
 QUERY_TILES = (1, 16, 32, 64, 128)
 
 
@@ -44,7 +45,8 @@ class CostModel:
 
     beta: by query tile 1, 16, 32, 64, 128. granule: chunk borders are multiples of it (KV tokens).
     min_chunk: KV tokens below which a split does not pay. invariant_grid: chunk length of the
-    batch-invariant mode. How the figures were fitted: docs/design/log.md.
+    batch-invariant mode. share_cost: of a prefix node, for each member, beside its partial states. How the
+    figures were fitted: docs/design/log.md.
     """
 
     granule: int = 64
@@ -53,13 +55,15 @@ class CostModel:
     beta: tuple[int, int, int, int, int] = (4, 4, 5, 6, 8)
     part_cost: int = 64
     invariant_grid: int = 512
+    share_cost: int = 0
 
     def __post_init__(self) -> None:
         if len(self.beta) != len(QUERY_TILES):
             raise ValueError(f"beta: expected {len(QUERY_TILES)} costs, one a query tile; got {self.beta!r}.")
         least_one = {name: getattr(self, name) for name in ("granule", "min_chunk", "invariant_grid")}
         least_one |= {f"beta[{i}]": value for i, value in enumerate(self.beta)}
-        for name, value in {**least_one, "alpha": self.alpha, "part_cost": self.part_cost}.items():
+        costs = {name: getattr(self, name) for name in ("alpha", "part_cost", "share_cost")}
+        for name, value in {**least_one, **costs}.items():
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name}: expected an int; got {value!r} of type {type(value).__name__}.")
             lower = int(name in least_one)
@@ -100,7 +104,7 @@ class Planner:
 
     spec, limits: see there. num_ctas: CTAs (threads on a CPU) to balance over. planned_queues: also assign
     every item to a CTA by the paper's Algorithm 1. costs: the cost model. tiles: least and greatest query
-    tile height that the kernels have, of QUERY_TILES.
+    tile height that the kernels have, of QUERY_TILES. sharing: capacity for shared prefixes (default: none).
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class Planner:
         costs: CostModel,
         planned_queues: bool = False,
         tiles: tuple[int, int] = (1, 128),
+        sharing: SharingLimits | None = None,
     ) -> None:
         if isinstance(num_ctas, bool) or not isinstance(num_ctas, int):
             raise TypeError(f"num_ctas: expected an int; got {num_ctas!r} of type {type(num_ctas).__name__}.")
@@ -123,6 +128,7 @@ class Planner:
             )
         self.limits = limits
         self.costs = costs
+        self.sharing = None if flat_reason(spec) else sharing
         self.config = torch.tensor(
             [
                 *astuple(limits),
@@ -139,6 +145,8 @@ class Planner:
                 *costs.beta,
                 costs.part_cost,
                 *tiles,
+                *(astuple(self.sharing) if self.sharing else (0, 0, 0)),
+                costs.share_cost,
             ],
             dtype=torch.int64,
             device="cpu",  # whatever torch's default device is
@@ -147,9 +155,9 @@ class Planner:
         native = module()
         native.sizes(self.config, spec.head_dim_v, sizes)
         values = sizes.tolist()
-        self.capacity: tuple[int, ...] = tuple(values[:8])
-        self.layout = PlanLayout(*values[8:17])
-        self.scratch_bytes: int = values[17]
+        self.capacity: tuple[int, ...] = tuple(values[:11])
+        self.layout = PlanLayout(*values[11:23])
+        self.scratch_bytes: int = values[23]
         self._plan = native.plan
         self._on_device: dict[torch.device, tuple[Any, Tensor]] = {}
 

@@ -63,7 +63,7 @@ def test_units_partition_the_split_items(case: PlanCase) -> None:
 def test_no_plan_within_the_limits_exceeds_the_capacities(case: PlanCase) -> None:
     planner = case.planner()
     plan = case.plan(planner)
-    requests, items, units, parts, rows, queues, entries, counters = planner.capacity
+    requests, items, units, parts, rows, queues, entries, *_, counters = planner.capacity
     header = plan.header
     assert len(plan.items) <= items
     assert len(plan.units) <= units

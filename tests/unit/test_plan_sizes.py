@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import COSTS, PlanCase, cases
 
-from fi_backend.core.plan import HEADER, MERGE_UNIT, WORK_ITEM
+from fi_backend.core.plan import HEADER, MERGE_UNIT, PREFIX_NODE, WORK_ITEM
 from fi_backend.core.planner import Limits, Planner
 from fi_backend.core.spec import AttentionSpec
 
@@ -20,7 +20,12 @@ def up(value: int) -> int:
 
 
 def test_records_have_the_size_that_kernels_read() -> None:
-    assert (HEADER.itemsize, WORK_ITEM.itemsize, MERGE_UNIT.itemsize) == (128, 32, 24)
+    assert (HEADER.itemsize, WORK_ITEM.itemsize, MERGE_UNIT.itemsize, PREFIX_NODE.itemsize) == (
+        128,
+        32,
+        32,
+        16,
+    )
 
 
 @share(200)
@@ -33,16 +38,20 @@ def test_sections_hold_the_capacities_one_after_another(case: PlanCase, head_dim
     planner = Planner(
         spec, limits, num_ctas=case.num_ctas, costs=case.cost_model, planned_queues=case.planned_queues
     )
-    requests, items, units, parts, rows, queues, entries, counters = planner.capacity
+    requests, items, units, parts, rows, queues, entries, nodes, tokens, reports, counters = planner.capacity
+    assert (nodes, tokens, reports) == (0, 0, 0)
     assert requests == limits.max_requests
     begin = [0, 128]
     for size in (
         32 * items,
-        24 * units,
+        32 * units,
         4 * parts,
         4 * requests,
         4 * (queues + 1 if queues else 0),
         4 * entries,
+        16 * nodes,
+        4 * tokens,
+        4 * reports,
     ):
         begin.append(up(begin[-1] + size))
     begin.append(up(begin[-1] + 4 * counters))

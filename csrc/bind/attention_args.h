@@ -70,16 +70,6 @@ inline void expect_bytes(const char* name, const TensorView& t, int64_t bytes, D
                               << ".";
 }
 
-// How many elements of `t` may be addressed from its first one.
-inline int64_t extent(const TensorView& t) {
-  int64_t last = 0;
-  for (int i = 0; i < t.ndim(); ++i) {
-    if (t.size(i) == 0) return 0;
-    last += (t.size(i) - 1) * t.stride(i);
-  }
-  return last + 1;
-}
-
 // `workers`: threads or CTAs. All tensors live where q lives, except caps, which is always on the host.
 inline AttentionParams read_arguments(
     TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_indptr, Optional<TensorView> indices,

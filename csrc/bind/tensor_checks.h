@@ -96,6 +96,16 @@ inline void expect_vector(const char* name, const TensorView& t, DLDataType dtyp
   expect_unit_stride(name, t);
 }
 
+// How many elements of `t` may be addressed from its first one.
+inline int64_t extent(const TensorView& t) {
+  int64_t last = 0;
+  for (int i = 0; i < t.ndim(); ++i) {
+    if (t.size(i) == 0) return 0;
+    last += (t.size(i) - 1) * t.stride(i);
+  }
+  return last + 1;
+}
+
 template <class T>
 T* data(const TensorView& t) {
   return reinterpret_cast<T*>(static_cast<char*>(t.data_ptr()) + t.byte_offset());

@@ -18,7 +18,14 @@ from fi_backend.core.spec import AttentionSpec
 
 MODULE = jit.ModuleSpec(
     name="planner",
-    sources=("core/planner.cc", "core/capacity.cc", "core/lpt.cc", "bind/planner.cc"),
+    sources=(
+        "core/planner.cc",
+        "core/capacity.cc",
+        "core/lpt.cc",
+        "core/forest_host.cc",
+        "bind/planner.cc",
+        "bind/forest.cc",
+    ),
 )
 _SIZES = 24
 QUERY_TILES = (1, 16, 32, 64, 128)

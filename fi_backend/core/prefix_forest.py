@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefix forest of a batch: which requests begin with the same pages, and how far."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fi_backend.core.page_table import PageTable
+from fi_backend.core.planner import module
+from fi_backend.core.prefix_paths import nodes_of_paths
+
+# Nodes on the way from a root that are looked for. Below it, requests read their keys for themselves.
+MAX_DEPTH = 8
+PARENT, BEGIN, END, MEMBER_BEGIN, MEMBER_END = range(5)
+
+
+def _expect_int32(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a torch tensor; got {type(tensor).__name__}.")
+    if tensor.dtype is not torch.int32:
+        raise TypeError(f"{name}: expected int32; got {tensor.dtype}.")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name}: expected a host tensor; got one on {tensor.device}.")
+
+
+def _expect_shareable(tensor: Tensor, requests: int) -> None:
+    _expect_int32("shareable", tensor)
+    if tensor.shape != (requests,):
+        raise ValueError(
+            f"shareable: expected {requests} entries, one a request; got shape {tuple(tensor.shape)}."
+        )
+
+
+def shareable(q_lens: Tensor, kv_lens: Tensor, page_size: int, group: int, max_tile: int) -> Tensor:
+    """Return how many leading KV tokens of each request may be read together with others, int32 [requests].
+
+    q_lens, kv_lens: host int32 [requests]; page_size: tokens; group: query heads of one KV head; max_tile:
+    the greatest query tile in packed rows. Full pages that lie before every query of this step count, so that
+    neither a mask nor a page that this step writes is met; 0 where the queries need more than one tile.
+    """
+    _expect_int32("q_lens", q_lens)
+    _expect_int32("kv_lens", kv_lens)
+    computed = (kv_lens - q_lens).clamp_(min=0)
+    one_tile = (q_lens >= 1) & (q_lens.to(torch.int64) * group <= max_tile)
+    return computed.sub_(computed % page_size).mul_(one_tile)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixForest:
+    """Runs of pages that several requests read.
+
+    nodes: host int32 [nodes, 5], rows of (parent or -1, begin, end, member_begin, member_end): the requests
+        members[member_begin:member_end], two or more and ascending, read the same pages for the KV tokens
+        begin .. end. In preorder, siblings by their first member; a root begins at 0, a child where its
+        parent ends.
+    members: host int32.
+
+    Equal sharing gives equal tensors, whatever they were made from. Raises ValueError or TypeError that names
+    the field.
+    """
+
+    nodes: Tensor
+    members: Tensor
+
+    def __post_init__(self) -> None:
+        _expect_int32("nodes", self.nodes)
+        _expect_int32("members", self.members)
+        if self.nodes.dim() != 2 or self.nodes.shape[1] != 5 or not self.nodes.is_contiguous():
+            raise ValueError(f"nodes: expected contiguous [nodes, 5]; got {tuple(self.nodes.shape)}.")
+        if self.members.dim() != 1 or not self.members.is_contiguous():
+            raise ValueError(f"members: expected a contiguous vector; got {tuple(self.members.shape)}.")
+
+    @property
+    def num_nodes(self) -> int:
+        """How many runs are shared; 0 when no two requests begin alike."""
+        return self.nodes.shape[0]
+
+    @classmethod
+    def from_page_table(
+        cls, table: PageTable, shareable: Tensor, *, max_depth: int = MAX_DEPTH
+    ) -> PrefixForest:
+        """Compare the leading pages of all rows of a page table on the host.
+
+        shareable: host int32 [requests], KV tokens that may be shared (see shareable()), cut to whole pages.
+        max_depth: nodes from a root on that are looked for. Page ids are compared exactly. Raises ValueError
+        when a row holds fewer pages.
+        """
+        _expect_shareable(shareable, table.num_requests)
+        if table.indices is None:
+            return cls(
+                torch.empty(0, 5, dtype=torch.int32, device="cpu"),
+                torch.empty(0, dtype=torch.int32, device="cpu"),
+            )
+        requests = table.num_requests
+        nodes = torch.empty(requests, 5, dtype=torch.int32, device="cpu")
+        members = torch.empty(requests * max_depth, dtype=torch.int32, device="cpu")
+        size = torch.empty(2, dtype=torch.int64, device="cpu")
+        module().find_forest(
+            table.indices,
+            table.row_begin,
+            table.row_end,
+            table.index_step,
+            table.index_divisor,
+            shareable,
+            table.page_size,
+            max_depth,
+            nodes,
+            members,
+            size,
+        )
+        num_nodes, num_members = size.tolist()
+        return cls(nodes[:num_nodes], members[:num_members])
+
+    @classmethod
+    def from_block_table(
+        cls, block_table: Tensor, shareable: Tensor, page_size: int, *, max_depth: int = MAX_DEPTH
+    ) -> PrefixForest:
+        """Compare the rows of a padded block table.
+
+        block_table: host int32 [requests, width], page ids, unit column stride; shareable, max_depth: see
+        from_page_table().
+        """
+        _expect_shareable(shareable, block_table.shape[0])
+        table = PageTable.from_block_table(block_table, shareable, page_size=page_size)
+        return cls.from_page_table(table, shareable, max_depth=max_depth)
+
+    @classmethod
+    def from_token_table(
+        cls,
+        token_table: Tensor,
+        rows: Tensor,
+        shareable: Tensor,
+        page_size: int,
+        *,
+        max_depth: int = MAX_DEPTH,
+    ) -> PrefixForest:
+        """Compare rows of a table of token slots, such as SGLang's req_to_token.
+
+        token_table: host int32 [slots, width], the KV slot of every token; rows: host integers [requests];
+        shareable, max_depth: see from_page_table().
+        """
+        _expect_shareable(shareable, rows.shape[0])
+        table = PageTable.from_token_table(token_table, rows, shareable, page_size=page_size)
+        return cls.from_page_table(table, shareable, max_depth=max_depth)
+
+    @classmethod
+    def from_paths(
+        cls,
+        paths: Sequence[Sequence[tuple[Hashable, int]]],
+        shareable: Tensor,
+        *,
+        max_depth: int = MAX_DEPTH,
+    ) -> PrefixForest:
+        """Take the sharing from the paths of a radix tree, without looking at pages.
+
+        paths: for each request (key of a tree node, depth in KV tokens at which the node ends), from the root
+            on. Requests share exactly the nodes with which their paths begin. shareable, max_depth: see
+            from_page_table(). A path may end before.
+        """
+        _expect_shareable(shareable, len(paths))
+        nodes, members = nodes_of_paths(paths, shareable.tolist(), max_depth)
+        return cls(
+            torch.tensor(nodes, dtype=torch.int32, device="cpu").reshape(-1, 5),
+            torch.tensor(members, dtype=torch.int32, device="cpu"),
+        )

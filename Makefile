@@ -18,10 +18,11 @@ CXX_FILES = $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -na
 export FI_BACKEND_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache
 
 .NOTPARALLEL:
-.PHONY: help demo test test-vllm-versions test-sglang test-isa test-cuda-all test-gpu lint format wheel modules setup clean
+.PHONY: help demo demo-sglang test test-vllm-versions test-sglang test-isa test-cuda-all test-gpu lint format wheel modules setup clean
 
 help:
 	@echo "make demo     serve a small model with vLLM on fi and check its answer"
+	@echo "make demo-sglang  the same with SGLang, in an environment of its own; SGLANG=0.5.23"
 	@echo "make test     lint, types and all tests that this machine can run"
 	@echo "make test-vllm-versions  the adapter under other versions of vLLM (downloads them)"
 	@echo "make test-sglang  the adapter under SGLang on the CPU, in an environment of its own; SGLANG=0.5.23"
@@ -35,6 +36,9 @@ help:
 
 demo: $(VENV)/.vllm $(VENV)/.package
 	$(BIN)/python scripts/demo.py
+
+demo-sglang: $(SGLANG_VENV)/.sglang-$(SGLANG)
+	$(SGLANG_VENV)/bin/python scripts/demo_sglang.py
 
 test: $(VENV)/.vllm $(VENV)/.dev lint modules
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

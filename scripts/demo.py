@@ -15,7 +15,7 @@ from pathlib import Path
 from fi_backend import env
 from fi_backend.core.counters import ProcessStats, read_stats, total
 from models import copy_llama
-from serving import ServerError, VllmServer
+from serving import Server, ServerError, VllmServer
 
 SENTENCE = "Six jolly wizards vexed pugnacious fbi men; zebras, quokkas and lynxes watch.\n"
 CUE = "Six jolly"
@@ -34,10 +34,10 @@ def prompt_with_answer() -> tuple[str, str]:
     return f"{before}\n{SENTENCE}{after}\n{CUE}", SENTENCE[len(CUE) :]
 
 
-def verdict(answer: str, expected: str, stats: ProcessStats) -> tuple[bool, str]:
+def verdict(answer: str, expected: str, stats: ProcessStats, *, engine: str = "vLLM") -> tuple[bool, str]:
     """Return whether the run is a success, and the line that says so or why not."""
     if not stats.attention_calls:
-        return False, "back end fi served no attention call: vLLM fell back to another back end"
+        return False, f"back end fi served no attention call: {engine} fell back to another back end"
     served = (
         f"back end fi served {stats.attention_calls} attention calls "
         f"({stats.layers} layers x {stats.steps} steps)"
@@ -61,42 +61,48 @@ def main() -> int:
             ["--attention-backend", "fi", *ENGINE_ARGUMENTS],
             environment=env.child_environment(HF_HUB_OFFLINE="1", FI_BACKEND_STATS_DIR=str(stats_dir)),
             log=root / "vllm.log",
-            progress=Progress(),
+            progress=Progress("vLLM"),
         )
-        print("$ vllm", *server.command[1:], flush=True)
-        prompt, expected = prompt_with_answer()
-        try:
-            with server:
-                print(
-                    f"prompt: {len(prompt)} bytes that end in {prompt[-30:]!r}\nanswer: {CUE}",
-                    end="",
-                    flush=True,
-                )
-                answer = ""
-                for piece in server.stream(prompt, max_tokens=len(expected)):
-                    print(piece, end="", flush=True)
-                    answer += piece
-        except ServerError as error:
-            print(f"\nfailed: {error}", file=sys.stderr)
-            return 1
-        success, line = verdict(answer, expected, total(read_stats(stats_dir)))
-        print(line if answer.endswith("\n") else f"\n{line}")
-        if not success:
-            print(server.log_tail(), file=sys.stderr)
-        return 0 if success else 1
+        return ask(server, f"$ vllm {' '.join(server.command[1:])}", stats_dir, engine="vLLM")
+
+
+def ask(server: Server, command: str, stats_dir: Path, *, engine: str) -> int:
+    """Start a server, stream the answer, print all that happens and return the exit status."""
+    print(command, flush=True)
+    prompt, expected = prompt_with_answer()
+    try:
+        with server:
+            print(
+                f"prompt: {len(prompt)} bytes that end in {prompt[-30:]!r}\nanswer: {CUE}",
+                end="",
+                flush=True,
+            )
+            answer = ""
+            for piece in server.stream(prompt, max_tokens=len(expected)):
+                print(piece, end="", flush=True)
+                answer += piece
+    except ServerError as error:
+        print(f"\nfailed: {error}", file=sys.stderr)
+        return 1
+    success, line = verdict(answer, expected, total(read_stats(stats_dir)), engine=engine)
+    print(line if answer.endswith("\n") else f"\n{line}")
+    if not success:
+        print(server.log_tail(), file=sys.stderr)
+    return 0 if success else 1
 
 
 class Progress:
     """Prints how far the server is, every five seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
         self._next = 0.0
 
     def __call__(self, seconds: float, line: str) -> None:
         """Print the seconds passed and the last line of the log, if it is time to."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + 5
-            print(f"  starting vLLM, {seconds:3.0f} s  {line.strip()[:90]}", flush=True)
+            print(f"  starting {self._engine}, {seconds:3.0f} s  {line.strip()[:90]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts `vllm serve`, waits until it is ready, streams completions over HTTP and stops it again."""
+"""Starts vLLM's or SGLang's server, waits until it is ready, streams completions over HTTP and stops it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 
 class ServerError(RuntimeError):
     """The server did not start or died; the text holds the end of its log."""
 
 
-class VllmServer:
-    """A `vllm serve` process of this Python environment, as a context manager.
+class Server:
+    """A server process with an OpenAI-compatible interface, as a context manager.
 
-    model: folder; arguments: more of the command line; environment: of the process; log: file for its
-    output; progress: called about every other second with the seconds passed and the last line of the log.
+    name: of the server in errors; command: to start it, without the address; model: what to name in
+    requests; environment: of the process; log: file for its output; progress: called about every other
+    second with the seconds passed and the last line of the log.
     """
 
     def __init__(
         self,
+        name: str,
+        command: Sequence[str],
         model: Path,
-        arguments: Sequence[str],
         *,
         environment: dict[str, str],
         log: Path,
@@ -42,23 +45,14 @@ class VllmServer:
     ) -> None:
         self.port = _free_port()
         self.log = log
+        self._name = name
         self._model = model
         self._progress = progress
         self._timeout = start_timeout
         self._environment = environment
-        script = Path(sys.executable).with_name("vllm")
-        self.command = [
-            *([str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]),
-            "serve",
-            str(model),
-            *arguments,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-        ]
+        self.command = [*command, "--host", "127.0.0.1", "--port", str(self.port)]
 
-    def __enter__(self) -> VllmServer:
+    def __enter__(self) -> Server:
         """Start the server and wait until it answers; raises ServerError otherwise."""
         with self.log.open("wb") as log:
             # A group of its own, so that the engine's processes can be ended with it.
@@ -112,7 +106,7 @@ class VllmServer:
         return f"http://127.0.0.1:{self.port}"
 
     def metric(self, name: str) -> float:
-        """Return the sum of vLLM's counter or gauge `name`, as Prometheus would read it."""
+        """Return the sum of the server's counter or gauge `name`, as Prometheus would read it."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
             text = response.read().decode()
         values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
@@ -138,14 +132,14 @@ class VllmServer:
         started = time.monotonic()
         while (passed := time.monotonic() - started) < self._timeout:
             if (status := self._process.poll()) is not None:
-                raise ServerError(f"vllm serve ended with status {status} before it was ready{self._why()}")
+                raise ServerError(f"{self._name} ended with status {status} before it was ready{self._why()}")
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2):
                     return
             except OSError:
                 self._progress(passed, self.log_tail(1))
                 time.sleep(0.5)
-        raise ServerError(f"vllm serve was not ready after {self._timeout:.0f} s{self._why()}")
+        raise ServerError(f"{self._name} was not ready after {self._timeout:.0f} s{self._why()}")
 
     def _why(self) -> str:
         """The first error in the log, which the last lines seldom show, and the last lines."""
@@ -153,6 +147,29 @@ class VllmServer:
             r"^(?!.* WARNING ).*\b\w+Error: .*$", self.log.read_text(errors="replace"), re.MULTILINE
         )
         return f"\nfirst error: {errors[0] if errors else 'none'}\nend of the log:\n{self.log_tail()}"
+
+
+class VllmServer(Server):
+    """A `vllm serve` process of this Python environment.
+
+    model: folder; arguments: more of the command line; settings: as for a Server.
+    """
+
+    def __init__(self, model: Path, arguments: Sequence[str], **settings: Any) -> None:
+        script = Path(sys.executable).with_name("vllm")
+        program = [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+        super().__init__("vllm serve", [*program, "serve", str(model), *arguments], model, **settings)
+
+
+class SglangServer(Server):
+    """A `python -m sglang.launch_server` process of this Python environment.
+
+    model: folder; arguments: more of the command line; settings: as for a Server.
+    """
+
+    def __init__(self, model: Path, arguments: Sequence[str], **settings: Any) -> None:
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *arguments]
+        super().__init__("sglang.launch_server", command, model, **settings)
 
 
 def _free_port() -> int:

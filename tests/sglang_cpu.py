@@ -7,17 +7,11 @@ import importlib.util
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-STUBS = Path(__file__).with_name("sglang_stubs")
-SETTINGS = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRITON_INTERPRET": "1",  # its allocator of pages is a Triton kernel
-    "OMP_NUM_THREADS": "1",
-}
+from demo_sglang import SETTINGS, STUBS
+
 SERVER: dict[str, Any] = {
     "max_prefill_tokens": 256,
     "chunked_prefill_size": 128,

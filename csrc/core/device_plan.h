@@ -236,8 +236,8 @@ class DevicePlanner {
     const int candidate = warp_ / kGroup, first = thread_ % kCandidateThreads;
     const auto share = [&](int32_t t) {
       const int kind = tiles.at(kShape, t) & 0xff;
-      return estimate_share(c_, kind, tiles.at(kKvEnd, t) - tiles.at(kKvBegin, t), m_.chunk[candidate][kind],
-                            a_.cost_shift);
+      return estimate_share(c_, kFlat, kind, tiles.at(kKvEnd, t) - tiles.at(kKvBegin, t),
+                            m_.chunk[candidate][kind], a_.cost_shift);
     };
     int64_t load = 0, largest = 0, large = 0;
     for (int32_t t = first; t < num_tiles_; t += kCandidateThreads) {
@@ -304,7 +304,7 @@ class DevicePlanner {
           const int32_t shape = tiles.at(kShape, t), tokens = tiles.at(kKvEnd, t) - tiles.at(kKvBegin, t);
           const int kind = shape & 0xff;
           q_rows = shape >> 8;
-          s = split_tile(c_, tokens, m_.chunk[choice][kind]);
+          s = split_tile(c_, kFlat, tokens, m_.chunk[choice][kind]);
           const uint32_t cost = uint32_t(saturate32(item_cost(c_, kind, s.chunk_len, s.chunks > 1)));
           greatest = cost > greatest ? cost : greatest;
           const uint64_t rows = uint64_t(s.states) * uint32_t(q_rows);
@@ -375,8 +375,13 @@ class DevicePlanner {
   template <class Tiles>
   FI_DEVICE WorkItem item_of(Tiles tiles, int32_t item, int32_t t) const {
     const int32_t shape = tiles.at(kShape, t);
-    const Tile tile{tiles.at(kRequest, t), tiles.at(kQBegin, t), tiles.at(kKvBegin, t),
-                    tiles.at(kKvEnd, t),   uint8_t(shape),       uint16_t(shape >> 8)};
+    const Tile tile{tiles.at(kRequest, t),
+                    tiles.at(kQBegin, t),
+                    tiles.at(kKvBegin, t),
+                    tiles.at(kKvEnd, t),
+                    uint8_t(shape),
+                    uint16_t(shape >> 8),
+                    kFlat};
     const Split split{tiles.at(kChunkLen, t), tiles.at(kChunks, t), 0};
     return make_item(c_, tile, split, item - tiles.at(kFirstItem, t), tiles.at(kUnit, t),
                      tiles.at(kFirstRow, t));

@@ -13,18 +13,25 @@ namespace fi {
 inline constexpr int64_t kMaxBudget = int64_t(1) << 62;
 inline constexpr int32_t kMaxInt32 = 0x7fffffff;
 
-// Query rows of one request and the KV range that they can see; empty when they see no key.
+enum TileLevel : uint8_t {
+  kFlat,  // rows of a request that has no node: all of its keys
+  kOwn,   // rows of a composed request: the keys behind its nodes
+  kNode,  // rows of a prefix node
+};
+
+// Query rows of one request or node and the KV range that they can see; empty when they see no key.
 struct Tile {
-  int32_t request;
+  int32_t request;  // or node
   int32_t q_begin;
   int32_t kv_begin;
   int32_t kv_end;
   uint8_t kind;  // index into kTileLog2
   uint16_t q_rows;
+  TileLevel level;
 };
 
 // How a tile is cut: `chunks` items of `chunk_len` KV tokens, the last one shorter. `states` counts its
-// partial states, 0 when there is one item.
+// partial states, 0 where its one item writes the output.
 struct Split {
   int32_t chunk_len;
   int32_t chunks;
@@ -65,7 +72,7 @@ FI_HOST_DEVICE Tile make_tile(const PlannerConfig& c, int32_t request, int32_t q
     begin = int32_t(uint32_t(first - c.window_left) / align * align);
   }
   if (end <= begin) begin = end = 0;
-  return {request, q_begin, begin, end, uint8_t(kind), uint16_t(q_rows)};
+  return {request, q_begin, begin, end, uint8_t(kind), uint16_t(q_rows), kFlat};
 }
 
 // Costs are added up in units of 2^shift, so that no sum over a plan within the limits leaves 64 bits:
@@ -126,11 +133,11 @@ struct Share {
   uint32_t items;
   int64_t cost;
 };
-FI_HOST_DEVICE Share estimate_share(const PlannerConfig& c, int kind, int32_t kv_tokens, int32_t chunk,
-                                    int shift) {
+FI_HOST_DEVICE Share estimate_share(const PlannerConfig& c, TileLevel level, int kind, int32_t kv_tokens,
+                                    int32_t chunk, int shift) {
   const uint32_t n = chunk_count(kv_tokens, chunk);
   const int32_t each = n == 1 ? kv_tokens : int32_t(ceil_div32(uint32_t(kv_tokens), n));
-  return {n, scale_cost(item_cost(c, kind, each, n > 1), shift)};
+  return {n, scale_cost(item_cost(c, kind, each, n > 1 || level != kFlat), shift)};
 }
 
 // Whether an item counts for the waves of large ones.
@@ -147,9 +154,9 @@ FI_HOST_DEVICE int64_t estimate_time(const PlannerConfig& c, int64_t load, int64
 // Another budget than the ideal one has to promise one percent.
 FI_HOST_DEVICE bool is_better(int64_t time, int64_t best) { return best < 0 || time * 100 < best * 99; }
 
-FI_HOST_DEVICE Split split_tile(const PlannerConfig& c, int32_t kv_tokens, int32_t chunk) {
+FI_HOST_DEVICE Split split_tile(const PlannerConfig& c, TileLevel level, int32_t kv_tokens, int32_t chunk) {
   const uint32_t n = chunk_count(kv_tokens, chunk);
-  if (n == 1) return {kv_tokens, 1, 0};
+  if (n == 1) return {kv_tokens, 1, level == kFlat ? 0u : 1u};
   const uint32_t align = chunk_align(c), len = uint32_t(kv_tokens);
   const uint32_t each = ceil_div32(ceil_div32(len, n), align) * align, chunks = ceil_div32(len, each);
   // Batch-invariant mode: the first item folds its grid chunks into one state, the others emit one each.
@@ -163,11 +170,20 @@ FI_HOST_DEVICE uint32_t states_before(const PlannerConfig& c, const Split& s, in
   return 1 + uint32_t(chunk - 1) * (uint32_t(s.chunk_len) / uint32_t(c.invariant_grid));
 }
 
+FI_HOST_DEVICE uint8_t item_flags(TileLevel level, bool first, bool last) {
+  if (level == kNode) return kPrefix;
+  const uint8_t begin = level == kOwn ? kSuffix : kFirstChunk;
+  return uint8_t((first ? begin : 0) | (last ? kLastChunk : 0));
+}
+
+// Item `chunk` of a tile. unit: of the tile, or its report list. first_row: the first partial row of the
+// tile's chunk 0; chunk_rows: how far apart the chunks of a node are, its packed rows.
 FI_HOST_DEVICE WorkItem make_item(const PlannerConfig& c, const Tile& t, const Split& s, int32_t chunk,
-                                  int32_t unit, int32_t first_row) {
-  const bool last = chunk + 1 == s.chunks, split = s.chunks > 1;
+                                  int32_t unit, int32_t first_row, int32_t chunk_rows = 0) {
+  const bool last = chunk + 1 == s.chunks, split = s.chunks > 1 || t.level != kFlat;
   const int32_t begin = t.kv_begin + chunk * s.chunk_len, end = last ? t.kv_end : begin + s.chunk_len;
-  const uint8_t flags = uint8_t((chunk == 0 ? kFirstChunk : 0) | (last ? kLastChunk : 0));
+  const uint8_t flags = item_flags(t.level, chunk == 0, last);
+  const int32_t step = t.level == kNode ? chunk_rows : t.q_rows;
   return {flags,
           uint8_t(tile_log2(t.kind)),
           t.q_rows,
@@ -175,7 +191,7 @@ FI_HOST_DEVICE WorkItem make_item(const PlannerConfig& c, const Tile& t, const S
           t.q_begin,
           begin,
           end,
-          split ? first_row + int32_t(states_before(c, s, chunk)) * t.q_rows : -1,
+          split ? first_row + int32_t(states_before(c, s, chunk)) * step : -1,
           split ? unit : -1,
           saturate32(item_cost(c, t.kind, end - begin, split))};
 }

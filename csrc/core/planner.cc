@@ -8,16 +8,17 @@
 #include <string>
 #include <vector>
 
+#include "compose_rules.h"
+#include "emit.h"
 #include "lpt.h"
-#include "plan_rules.h"
 
 namespace fi {
 namespace {
 
 // Reused between plans, so that a step allocates nothing once the sizes have been seen.
 struct Scratch {
-  std::vector<Tile> tiles;
-  std::vector<Split> splits;
+  CutTiles flat, composed;
+  Composition composition;
   std::vector<WorkItem> items;
 };
 
@@ -62,20 +63,40 @@ void make_tiles(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
   }
 }
 
-// The cost of an item at which splitting stops.
-int64_t choose_budget(const PlannerConfig& config, int shift, const std::vector<Tile>& tiles) {
+// The tiles of a composed step from those of the same step without sharing. Members have one tile each.
+void compose_tiles(const PlannerConfig& config, const Composition& composition, const std::vector<Tile>& flat,
+                   std::vector<Tile>& tiles) {
+  tiles.clear();
+  for (const Tile& t : flat) {
+    const int32_t leaf = composition.leaf[size_t(t.request)];
+    tiles.push_back(leaf < 0 ? t : own_tile(t, composition.nodes[size_t(leaf)].end));
+  }
+  for (size_t j = 0; j < composition.nodes.size(); ++j) {
+    const KeptNode& n = composition.nodes[j];
+    for (int32_t k = 0; k < n.num_tiles; ++k)
+      tiles.push_back(node_tile(int32_t(j), n.begin, n.end, n.kind, n.tokens * config.group, k));
+  }
+}
+
+// The cost of an item at which splitting stops, and the estimated time; -1 where budgets are not compared.
+struct Choice {
+  int64_t budget, time;
+};
+
+Choice choose_budget(const PlannerConfig& config, int shift, const std::vector<Tile>& tiles,
+                     bool many_tickets) {
   int64_t total = 0;
   for (const Tile& t : tiles) total += scale_cost(tile_cost(config, t.kind, t.kv_end - t.kv_begin), shift);
   const int64_t ideal = ideal_budget(config, total, shift);
-  if (has_many_tickets(config, int64_t(tiles.size()))) return ideal;
+  if (many_tickets) return {ideal, -1};
 
-  int64_t best = ideal, best_time = -1;
+  Choice best{ideal, -1};
   for (int candidate = 0; candidate < kNumCandidates; ++candidate) {
     const int64_t budget = candidate_budget(ideal, candidate);
     int32_t chunk[kNumTiles];
     for (int i = 0; i < kNumTiles; ++i) chunk[i] = chunk_tokens(config, i, budget);
     const auto share = [&](const Tile& t) {
-      return estimate_share(config, t.kind, t.kv_end - t.kv_begin, chunk[t.kind], shift);
+      return estimate_share(config, t.level, t.kind, t.kv_end - t.kv_begin, chunk[t.kind], shift);
     };
     int64_t load = 0, largest = 0, large = 0;
     for (const Tile& t : tiles) {
@@ -86,29 +107,36 @@ int64_t choose_budget(const PlannerConfig& config, int shift, const std::vector<
     for (const Tile& t : tiles)
       if (const Share s = share(t); is_large(s.cost, largest)) large += s.items;
     const int64_t time = estimate_time(config, load, largest, large);
-    if (is_better(time, best_time)) {
-      best_time = time;
-      best = budget;
-    }
+    if (is_better(time, best.time)) best = {budget, time};
   }
   return best;
 }
 
 // Splits the tiles evenly under the budget and returns what the plan would hold.
-PlanCapacity split_tiles(const PlannerConfig& config, int64_t budget, const std::vector<Tile>& tiles,
-                         std::vector<Split>& splits) {
+PlanCapacity split_tiles(const PlannerConfig& config, int64_t budget, const Composition& composition,
+                         CutTiles& cut) {
   PlanCapacity use{};
   int32_t chunk[kNumTiles];
   for (int i = 0; i < kNumTiles; ++i) chunk[i] = chunk_tokens(config, i, budget);
-  splits.resize(tiles.size());
+  const auto split = [&](const Tile& t) {
+    return split_tile(config, t.level, t.kv_end - t.kv_begin, chunk[t.kind]);
+  };
+  cut.path_chunks.clear();
+  for (const KeptNode& n : composition.nodes) {
+    const int32_t above = n.parent < 0 ? 0 : cut.path_chunks[size_t(n.parent)];
+    cut.path_chunks.push_back(above + split_tile(config, kNode, n.end - n.begin, chunk[n.kind]).chunks);
+  }
+  cut.splits.resize(cut.tiles.size());
   int64_t items = 0, units = 0, parts = 0, rows = 0;
-  for (size_t i = 0; i < tiles.size(); ++i) {
-    const Tile& t = tiles[i];
-    splits[i] = split_tile(config, t.kv_end - t.kv_begin, chunk[t.kind]);
-    items += splits[i].chunks;
-    units += splits[i].chunks > 1;
-    parts += splits[i].states;
-    rows += int64_t(splits[i].states) * t.q_rows;
+  for (size_t i = 0; i < cut.tiles.size(); ++i) {
+    const Tile& t = cut.tiles[i];
+    const Split s = cut.splits[i] = split(t);
+    items += s.chunks;
+    rows += int64_t(s.states) * t.q_rows;
+    if (t.level == kNode) continue;
+    units += s.states > 0;
+    parts += s.states;
+    if (t.level == kOwn) parts += cut.path_chunks[size_t(composition.leaf[size_t(t.request)])];
   }
   use.items = saturate32(items);
   use.units = saturate32(units);
@@ -122,26 +150,12 @@ bool fits(const PlanCapacity& use, const PlanCapacity& cap) {
          use.partial_rows <= cap.partial_rows;
 }
 
-// Items in (request, tile, chunk) order and the reduction map.
-void emit(const PlannerConfig& config, const Scratch& scratch, std::vector<WorkItem>& items, MergeUnit* units,
-          int32_t* parts) {
-  items.clear();
-  int32_t unit = 0, part = 0, row = 0;
-  for (size_t i = 0; i < scratch.tiles.size(); ++i) {
-    const Tile& t = scratch.tiles[i];
-    const Split& s = scratch.splits[i];
-    for (int32_t c = 0; c < s.chunks; ++c) items.push_back(make_item(config, t, s, c, unit, row));
-    if (s.chunks == 1) continue;
-    units[unit++] = {t.request, t.q_begin, t.q_rows, s.chunks, part, part + int32_t(s.states), -1, 0};
-    for (uint32_t state = 0; state < s.states; ++state, row += t.q_rows) parts[part++] = row;
-  }
-}
-
 }  // namespace
 
 void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
-               std::span<const int32_t> kv_lens, std::span<uint8_t> buffer) {
+               std::span<const int32_t> kv_lens, const Forest& forest, std::span<uint8_t> buffer) {
   check_lengths(config, qo_indptr, kv_lens);
+  if (!forest.nodes.empty()) check_forest(config, qo_indptr, kv_lens, forest);
   const PlanCapacity cap = plan_capacity(config);
   const PlanLayout layout = plan_layout(cap);
   if (int64_t(buffer.size()) < layout.total)
@@ -149,26 +163,41 @@ void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
          std::to_string(buffer.size()) + ".");
 
   thread_local Scratch scratch;
-  make_tiles(config, qo_indptr, kv_lens, scratch.tiles);
-  int64_t budget = choose_budget(config, cost_shift(config, cap), scratch.tiles);
-  PlanCapacity use = split_tiles(config, budget, scratch.tiles, scratch.splits);
+  Composition& composition = scratch.composition;
+  CutTiles* cut = &scratch.flat;
+  make_tiles(config, qo_indptr, kv_lens, cut->tiles);
+  const int shift = cost_shift(config, cap);
+  const bool many = has_many_tickets(config, int64_t(cut->tiles.size()));
+  Choice choice = choose_budget(config, shift, cut->tiles, many);
+  compose(config, qo_indptr, forest, composition);
+  if (!composition.empty()) {
+    compose_tiles(config, composition, cut->tiles, scratch.composed.tiles);
+    const Choice composed = choose_budget(config, shift, scratch.composed.tiles, many);
+    if (many || is_better(composed.time, choice.time)) {
+      cut = &scratch.composed;
+      choice = composed;
+    } else {
+      composition = {};
+    }
+  }
+  PlanCapacity use = split_tiles(config, choice.budget, composition, *cut);
   while (!fits(use, cap)) {
-    budget = budget < kMaxBudget / 2 ? 2 * budget : kMaxBudget;
-    use = split_tiles(config, budget, scratch.tiles, scratch.splits);
+    choice.budget = choice.budget < kMaxBudget / 2 ? 2 * choice.budget : kMaxBudget;
+    use = split_tiles(config, choice.budget, composition, *cut);
   }
 
+  const auto words = [&](int64_t offset) { return reinterpret_cast<int32_t*>(buffer.data() + offset); };
   auto* items = reinterpret_cast<WorkItem*>(buffer.data() + layout.items);
-  auto* units = reinterpret_cast<MergeUnit*>(buffer.data() + layout.units);
-  auto* parts = reinterpret_cast<int32_t*>(buffer.data() + layout.parts);
-  auto* bounds = reinterpret_cast<int32_t*>(buffer.data() + layout.kv_len_bounds);
-  emit(config, scratch, scratch.items, units, parts);
+  const NodeCounts counts =
+      emit(config, qo_indptr, forest, composition, *cut, scratch.items,
+           {reinterpret_cast<MergeUnit*>(buffer.data() + layout.units), words(layout.parts),
+            reinterpret_cast<PrefixNode*>(buffer.data() + layout.nodes), words(layout.node_tokens),
+            words(layout.reports)});
   sort_longest_first(scratch.items, items);
-  if (!kv_lens.empty()) std::memcpy(bounds, kv_lens.data(), kv_lens.size_bytes());
-  if (config.planned_queues) {
-    auto* begin = reinterpret_cast<int32_t*>(buffer.data() + layout.queue_begin);
-    auto* entries = reinterpret_cast<int32_t*>(buffer.data() + layout.queue_entries);
-    assign_queues({items, scratch.items.size()}, config.num_kv_heads, config.num_ctas, begin, entries);
-  }
+  if (!kv_lens.empty()) std::memcpy(words(layout.kv_len_bounds), kv_lens.data(), kv_lens.size_bytes());
+  if (config.planned_queues)
+    assign_queues({items, scratch.items.size()}, config.num_kv_heads, config.num_ctas,
+                  words(layout.queue_begin), words(layout.queue_entries));
 
   std::memset(buffer.data() + layout.counters, 0, size_t(cap.counters) * 4);
 
@@ -181,13 +210,16 @@ void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
   header.num_units = use.units;
   header.num_parts = use.parts;
   header.num_partial_rows = use.partial_rows;
-  header.chunk = chunk_tokens(config, 0, budget);
+  header.chunk = chunk_tokens(config, 0, choice.budget);
   header.num_ctas = config.num_ctas;
   header.num_kv_heads = config.num_kv_heads;
   header.group = config.group;
   header.invariant_grid = config.invariant_grid;
   header.num_queues = config.planned_queues ? config.num_ctas : 0;
   header.max_kv_len = kv_lens.empty() ? 0 : *std::max_element(kv_lens.begin(), kv_lens.end());
+  header.num_nodes = int32_t(composition.nodes.size());
+  header.num_node_tokens = counts.tokens;
+  header.num_reports = counts.reports;
   std::memcpy(buffer.data() + layout.header, &header, sizeof(header));
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <span>
 
+#include "forest.h"
 #include "plan.h"
 
 namespace fi {
@@ -59,9 +60,17 @@ int64_t node_tile_capacity(const PlannerConfig& config);
 // Costs of a plan are added up in units of 2^cost_shift.
 int cost_shift(const PlannerConfig& config, const PlanCapacity& capacity);
 
+// What the requests of a step share; empty: nothing. Of the members only those that the nodes name are read.
+struct Forest {
+  std::span<const ForestNode> nodes;
+  std::span<const int32_t> members;
+  int32_t page_size = 1;
+};
+
 // Writes the plan. qo_indptr has one entry more than kv_lens; kv_lens may be upper bounds.
-// Throws std::invalid_argument before anything is written when the input breaks a limit.
+// Throws std::invalid_argument before anything is written when the input breaks a limit or the forest is
+// none.
 void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
-               std::span<const int32_t> kv_lens, std::span<uint8_t> buffer);
+               std::span<const int32_t> kv_lens, const Forest& forest, std::span<uint8_t> buffer);
 
 }  // namespace fi

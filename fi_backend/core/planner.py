@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,15 @@ from fi_backend.core.plan import PlanLayout
 from fi_backend.core.sharing import SharingLimits, flat_reason
 from fi_backend.core.spec import AttentionSpec
 
+if TYPE_CHECKING:
+    from fi_backend.core.prefix_forest import PrefixForest
+
 MODULE = jit.ModuleSpec(
     name="planner",
     sources=(
         "core/planner.cc",
+        "core/compose.cc",
+        "core/emit.cc",
         "core/capacity.cc",
         "core/lpt.cc",
         "core/forest_host.cc",
@@ -62,7 +67,7 @@ class CostModel:
     beta: tuple[int, int, int, int, int] = (4, 4, 5, 6, 8)
     part_cost: int = 64
     invariant_grid: int = 512
-    share_cost: int = 0
+    share_cost: int = 16
 
     def __post_init__(self) -> None:
         if len(self.beta) != len(QUERY_TILES):
@@ -82,11 +87,12 @@ class CostModel:
         """The fitted model of a kind of device.
 
         On a CPU the arithmetic of a tile grows with its rows, while on a GPU tensor cores hide it behind the
-        reads of the KV cache.
+        reads of the KV cache. share_cost is provisional: on a GPU, at 14.6 ns for four units, 1.5 us of a
+        multiprocessor to write, report and merge two states of a few rows; on a CPU a quarter of part_cost.
         """
         if device.type == "cpu":
-            return cls(alpha=1, beta=(4, 5, 7, 11, 18), part_cost=256)
-        return cls(alpha=10, beta=(4, 4, 4, 5, 7), part_cost=1500)
+            return cls(alpha=1, beta=(4, 5, 7, 11, 18), part_cost=256, share_cost=64)
+        return cls(alpha=10, beta=(4, 4, 4, 5, 7), part_cost=1500, share_cost=400)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +171,26 @@ class Planner:
         self.capacity: tuple[int, ...] = tuple(values[:11])
         self.layout = PlanLayout(*values[11:23])
         self.scratch_bytes: int = values[23]
-        self._plan = native.plan
+        self._plan, self._plan_shared = native.plan, native.plan_shared
+        self._page_size = spec.page_size
         self._on_device: dict[torch.device, tuple[Any, Tensor]] = {}
 
-    def plan(self, qo_indptr: Tensor, kv_lens: Tensor, buffer: Tensor) -> None:
+    def plan(
+        self, qo_indptr: Tensor, kv_lens: Tensor, buffer: Tensor, forest: PrefixForest | None = None
+    ) -> None:
         """Write the plan of one step.
 
         qo_indptr: host int32 [requests + 1]; kv_lens: host int32 [requests], exact or upper bounds;
-            buffer: host uint8 [layout.total]. Raises ValueError before anything is written when a limit is
-            broken.
+            buffer: host uint8 [layout.total]. forest: what the requests share; nodes become levels of the
+            plan where that pays and `sharing` has room, none where flat_reason() of the spec says so.
+            Raises ValueError before anything is written when a limit is broken, or for a forest that does
+            not fit the lengths.
         """
-        self._plan(self.config, qo_indptr, kv_lens, buffer)
+        if forest is None:
+            self._plan(self.config, qo_indptr, kv_lens, buffer)
+        else:
+            nodes, members = forest.nodes, forest.members
+            self._plan_shared(self.config, qo_indptr, kv_lens, nodes, members, self._page_size, buffer)
 
     def plan_on_device(self, qo_indptr: Tensor, kv_lens: Tensor, buffer: Tensor) -> None:
         """Queue the plan of one step on the current stream; the bytes are those of plan().

@@ -61,15 +61,14 @@ class SharedBatch:
 
     def expected(self) -> tuple[list[list[int]], list[int]]:
         """Nodes and members of the forest, straight from what a node is."""
-        nodes: list[list[int]] = []
-        members: list[int] = []
+        found: list[tuple[list[int], int, int, int]] = []  # members, begin, end, parent in found
 
         def visit(requests: list[int], begin: int, parent: int, depth: int) -> None:
             by_page: dict[int, list[int]] = {}
             for r in requests:
                 if self.pages[r] > begin:
                     by_page.setdefault(self.rows[r][begin], []).append(r)
-            for group in sorted(by_page.values()):
+            for group in by_page.values():
                 if len(group) < 2 or depth == self.max_depth:
                     continue
                 end = begin + 1
@@ -77,13 +76,18 @@ class SharedBatch:
                     all(self.pages[r] > end for r in group) and len({self.rows[r][end] for r in group}) == 1
                 ):
                     end += 1
-                first = len(members)
-                members.extend(group)
-                size = self.page_size
-                nodes.append([parent, begin * size, end * size, first, len(members)])
-                visit(group, end, len(nodes) - 1, depth + 1)
+                found.append((group, begin, end, parent))
+                visit(group, end, len(found) - 1, depth + 1)
 
         visit(list(range(len(self.rows))), 0, -1, 0)
+        order = sorted(range(len(found)), key=lambda i: (found[i][0][0], found[i][1]))
+        nodes: list[list[int]] = []
+        members: list[int] = []
+        for group, begin, end, parent in (found[i] for i in order):
+            first = len(members)
+            members += group
+            above = order.index(parent) if parent >= 0 else -1
+            nodes.append([above, begin * self.page_size, end * self.page_size, first, len(members)])
         return nodes, members
 
 

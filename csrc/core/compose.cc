@@ -19,9 +19,6 @@ std::string str(int64_t v) { return std::to_string(v); }
 void check_place(std::span<const ForestNode> nodes, size_t i, int32_t page_size) {
   const ForestNode& n = nodes[i];
   if (n.parent < -1 || n.parent >= int32_t(i)) fail(i, "parent", "-1 or a node before; got " + str(n.parent));
-  int32_t above = int32_t(i) - 1;
-  while (above >= 0 && above != n.parent) above = nodes[size_t(above)].parent;
-  if (above != n.parent) fail(i, "parent", "preorder, the node before or one above it; got " + str(n.parent));
   const int32_t begin = n.parent < 0 ? 0 : nodes[size_t(n.parent)].end;
   if (n.begin != begin) fail(i, "begin", str(begin) + ", where the node above ends; got " + str(n.begin));
   if (n.end <= n.begin || n.end % page_size != 0)

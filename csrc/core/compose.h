@@ -20,7 +20,7 @@ struct KeptNode {
 };
 
 struct Composition {
-  std::vector<KeptNode> nodes;  // in preorder
+  std::vector<KeptNode> nodes;  // in the forest's order
   std::vector<int32_t> leaf;    // by request: its deepest kept node, or -1
 
   bool empty() const { return nodes.empty(); }

@@ -3,9 +3,9 @@
 // one source for the host planner and the device planner.
 //
 // A plan lists, before items are sorted: the tiles of the requests as without sharing (those of composed
-// requests begin behind their nodes), then the tiles of the kept nodes in preorder. Items, merge units (split
-// tiles and composed requests), their parts, partial rows and report lists are numbered in the order of these
-// tiles.
+// requests begin behind their nodes), then the tiles of the kept nodes in the forest's order. Items, merge
+// units (split tiles and composed requests), their parts, partial rows and report lists are numbered in the
+// order of these tiles.
 #pragma once
 #include "plan_rules.h"
 
@@ -68,7 +68,7 @@ FI_HOST_DEVICE bool pays(int32_t length, int64_t below, int64_t key_cost, int64_
   return below > key_cost && below - key_cost > overhead / length;
 }
 
-// Of the kept nodes in preorder those stay that come before a limit is exceeded: `nodes` counts them up to
+// Of the kept nodes, in order, those stay that come before a limit is exceeded: `nodes` counts them up to
 // this one, `tokens` the query tokens of those among them that have no kept node above.
 FI_HOST_DEVICE bool within_limits(const PlannerConfig& c, int64_t nodes, int64_t tokens) {
   return nodes <= c.sharing.max_nodes && tokens <= c.sharing.max_tokens;

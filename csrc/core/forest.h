@@ -6,8 +6,9 @@
 namespace fi {
 
 // Requests members[member_begin .. member_end), two or more and ascending, read the same pages for the KV
-// tokens [begin, end), multiples of the page size. A forest lists its nodes in preorder, siblings by their
-// first member; a root begins at 0, a child where its parent ends, and its members are members of the parent.
+// tokens [begin, end), multiples of the page size. A root begins at 0, a child where its parent ends, and its
+// members are members of the parent. A forest lists its nodes by their first member, those with the same one
+// from the root on, so that parents come before their children.
 struct ForestNode {
   int32_t parent;  // -1: root
   int32_t begin, end;

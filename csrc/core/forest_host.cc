@@ -10,6 +10,7 @@ namespace {
 
 // Requests whose rows are equal up to and including page `begin`; ascending, in Finder::pool_.
 struct Group {
+  int32_t leader;
   int32_t parent;
   int32_t depth;  // of its first node
   int32_t begin;
@@ -34,16 +35,17 @@ class Finder {
         nodes_(nodes),
         members_(members) {}
 
-  // Preorder: the nodes along the leader's row come first, then what leaves it last. An explicit stack: a
-  // group may leave each page of a row.
+  // The nodes along a leader's row come together; groups that leave it have later leaders, so that a heap
+  // gives the order of all.
   ForestSize run() {
     entries_.clear();
     for (int32_t r = 0; r < int32_t(pages_.size()); ++r)
       if (pages_[size_t(r)] > 0) entries_.push_back({0, page(row(r), 0), r});
     push_groups([](int32_t) { return std::pair{-1, 0}; });
-    while (!stack_.empty()) {
-      const Group group = stack_.back();
-      stack_.pop_back();
+    while (!heap_.empty()) {
+      std::pop_heap(heap_.begin(), heap_.end(), later_);
+      const Group group = heap_.back();
+      heap_.pop_back();
       expand(group);
     }
     return size_;
@@ -70,7 +72,7 @@ class Finder {
   }
 
   void expand(const Group& group) {
-    const int32_t leader = pool_[group.first];
+    const int32_t leader = group.leader;
     const int32_t* leader_row = row(leader);
     entries_.clear();
     ends_.clear();
@@ -82,7 +84,6 @@ class Finder {
       entries_.push_back({common, pages_[size_t(r)] > common ? page(own, common) : 0, r});
       ends_.push_back(common);
     }
-    pool_.resize(group.first);  // the group was the last one pushed
     std::sort(ends_.begin(), ends_.end());
     ends_.erase(std::unique(ends_.begin(), ends_.end()), ends_.end());
     if (ends_.size() > size_t(max_depth_ - group.depth)) ends_.resize(size_t(max_depth_ - group.depth));
@@ -108,35 +109,27 @@ class Finder {
     });
   }
 
-  // Pushes the groups of entries_ with equal (common, next), the one to be expanded first last.
-  // `place`: common pages to the parent node and the depth below it.
+  // Pushes the groups of entries_ with equal (common, next). `place`: common pages to the parent node and the
+  // depth below it.
   template <class F>
   void push_groups(F place) {
     std::sort(entries_.begin(), entries_.end(), [](const Entry& a, const Entry& b) {
       return std::tie(a.common, a.next, a.request) < std::tie(b.common, b.next, b.request);
     });
-    runs_.clear();
     for (size_t i = 0, end; i < entries_.size(); i = end) {
-      for (end = i + 1; end < entries_.size() && entries_[end].common == entries_[i].common &&
-                        entries_[end].next == entries_[i].next;)
+      const Entry& e = entries_[i];
+      for (end = i + 1;
+           end < entries_.size() && entries_[end].common == e.common && entries_[end].next == e.next;)
         ++end;
-      if (end - i > 1) runs_.push_back({i, end});
-    }
-    std::sort(runs_.begin(), runs_.end(), [&](const Run& a, const Run& b) {
-      const Entry &x = entries_[a.begin], &y = entries_[b.begin];
-      return std::tuple(x.common, -x.request) < std::tuple(y.common, -y.request);
-    });
-    for (const Run& run : runs_) {
-      const auto [parent, depth] = place(entries_[run.begin].common);
-      if (depth >= max_depth_) continue;
-      stack_.push_back({parent, depth, entries_[run.begin].common, pool_.size(), run.end - run.begin});
-      for (size_t i = run.begin; i < run.end; ++i) pool_.push_back(entries_[i].request);
+      const auto [parent, depth] = place(e.common);
+      if (end - i < 2 || depth >= max_depth_) continue;
+      heap_.push_back({e.request, parent, depth, e.common, pool_.size(), end - i});
+      std::push_heap(heap_.begin(), heap_.end(), later_);
+      for (; i < end; ++i) pool_.push_back(entries_[i].request);
     }
   }
 
-  struct Run {
-    size_t begin, end;
-  };
+  static constexpr auto later_ = [](const Group& a, const Group& b) { return a.leader > b.leader; };
 
   const PageRows& t_;
   const std::span<const int32_t> pages_;
@@ -144,10 +137,9 @@ class Finder {
   ForestNode* const nodes_;
   int32_t* const members_;
   ForestSize size_{};
-  std::vector<Group> stack_;
+  std::vector<Group> heap_;
   std::vector<int32_t> pool_, ends_;
   std::vector<Entry> entries_;
-  std::vector<Run> runs_;
 };
 
 }  // namespace

@@ -55,8 +55,8 @@ class PrefixForest:
 
     nodes: host int32 [nodes, 5], rows of (parent or -1, begin, end, member_begin, member_end): the requests
         members[member_begin:member_end], two or more and ascending, read the same pages for the KV tokens
-        begin .. end. In preorder, siblings by their first member; a root begins at 0, a child where its
-        parent ends.
+        begin .. end. A root begins at 0, a child where its parent ends. By their first member, those with
+        the same one from the root on, so that parents come before their children.
     members: host int32.
 
     Equal sharing gives equal tensors, whatever they were made from. Raises ValueError or TypeError that names

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -11,8 +12,9 @@ _Path = Sequence[tuple[Hashable, int]]
 
 
 class _Group(NamedTuple):
-    parent: int
+    leader: int  # first of the requests; with the depth, the order of nodes
     depth: int
+    parent: int
     begin: int  # KV tokens
     segment: int  # of the paths, which are equal before it and in its key
     requests: list[int]
@@ -34,8 +36,9 @@ def nodes_of_paths(
     nodes: list[tuple[int, int, int, int, int]] = []
     members: list[int] = []
     pending = _groups(paths, [r for r, limit in enumerate(limits) if limit > 0], -1, 0, 0, 0)
+    heapify(pending)
     while pending:
-        group = pending.pop()
+        group = heappop(pending)
         if group.depth >= max_depth:
             continue
         end, segment = _common_end(paths, limits, group)
@@ -43,19 +46,20 @@ def nodes_of_paths(
         members += group.requests
         nodes.append((group.parent, group.begin, end, first, len(members)))
         longer = [r for r in group.requests if limits[r] > end]
-        pending += _groups(paths, longer, len(nodes) - 1, group.depth + 1, end, segment)
+        for child in _groups(paths, longer, len(nodes) - 1, group.depth + 1, end, segment):
+            heappush(pending, child)
     return nodes, members
 
 
 def _groups(
     paths: Sequence[_Path], requests: list[int], parent: int, depth: int, begin: int, segment: int
 ) -> list[_Group]:
-    """The requests by the key of their next segment, two or more each; the smallest request comes last."""
+    """The requests by the key of their next segment, two or more each."""
     by_key: dict[Hashable, list[int]] = {}
     for request in requests:
         by_key.setdefault(paths[request][segment][0], []).append(request)
     return [
-        _Group(parent, depth, begin, segment, group) for group in reversed(by_key.values()) if len(group) > 1
+        _Group(group[0], depth, parent, begin, segment, group) for group in by_key.values() if len(group) > 1
     ]
 
 

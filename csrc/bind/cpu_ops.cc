@@ -2,6 +2,7 @@
 #include "../cpu/ops.h"
 
 #include "operator_args.h"
+#include "pack_mask_args.h"
 
 namespace fi::bind {
 
@@ -21,8 +22,14 @@ void merge_states(TensorView o, TensorView lse_parts, int64_t num_threads, Tenso
   cpu::merge_states(states_of_parts(o, lse_parts, out, lse, kHost), int(num_threads));
 }
 
+void pack_mask(Optional<TensorView> mask, TensorView source, TensorView qo_indptr, TensorView kv_lens,
+               bool tree, TensorView bits, TensorView mask_kv_len) {
+  cpu::pack_mask(pack_mask_params(mask, source, qo_indptr, kv_lens, tree, bits, mask_kv_len, kHost));
+}
+
 }  // namespace fi::bind
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv, fi::bind::append_kv);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge_state, fi::bind::merge_state);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge_states, fi::bind::merge_states);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pack_mask, fi::bind::pack_mask);

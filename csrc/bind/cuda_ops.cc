@@ -3,8 +3,10 @@
 
 #include "../cuda/append.h"
 #include "../cuda/merge.h"
+#include "../cuda/pack_mask.h"
 #include "cuda_call.h"
 #include "operator_args.h"
+#include "pack_mask_args.h"
 
 namespace fi::bind {
 namespace {
@@ -45,8 +47,17 @@ void merge_states(TensorView o, TensorView lse_parts, TensorView out, TensorView
   expect_success("merge_states", cuda::merge_states(p, call.stream()));
 }
 
+void pack_mask(Optional<TensorView> mask, TensorView source, TensorView qo_indptr, TensorView kv_lens,
+               bool tree, TensorView bits, TensorView mask_kv_len) {
+  const CudaCall call("kv_lens", kv_lens);
+  const PackMaskParams p =
+      pack_mask_params(mask, source, qo_indptr, kv_lens, tree, bits, mask_kv_len, call.device());
+  expect_success("pack_mask", cuda::pack_mask(p, call.stream()));
+}
+
 }  // namespace fi::bind
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_kv, fi::bind::append_kv);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge_state, fi::bind::merge_state);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge_states, fi::bind::merge_states);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pack_mask, fi::bind::pack_mask);

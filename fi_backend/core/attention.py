@@ -83,6 +83,7 @@ class BatchAttention:
         self._qo_indptr: Tensor | None = None
         self._table: PageTable | None = None
         self._mask: PackedMask | None = None
+        self._mask_moves = False
 
     def workspace_size(self) -> int:
         """Bytes of scratch memory that run() needs: the partial states of the largest possible plan."""
@@ -95,7 +96,7 @@ class BatchAttention:
         *,
         qo_indptr_host: Tensor | None = None,
         kv_lens_host: Tensor | None = None,
-        custom_mask: Tensor | Sequence[Tensor] | None = None,
+        custom_mask: Tensor | Sequence[Tensor] | PackedMask | None = None,
     ) -> Plan | None:
         """Balance one step; every layer of the step then calls run().
 
@@ -103,7 +104,8 @@ class BatchAttention:
         same requests lies. qo_indptr_host, kv_lens_host: host int32 copies; kv_lens_host may be an upper
         bound, since run() reads the exact lengths. Without them the tensors themselves are read: on CUDA
         by the device planner, on the current stream, which may be capturing a graph.
-        custom_mask: bool, see custom_mask.pack_mask; needs a spec with custom_mask=True and exact lengths.
+        custom_mask: bool, see custom_mask.pack_mask, with exact host lengths; or what a MaskBuffer packed,
+            which a captured graph may read. Needs a spec with custom_mask=True.
 
         Waits for the device only to copy a custom mask, and while four plans are still being uploaded. On
         CUDA, run() reads qo_indptr, the page table and the plan from where they lie now: a captured graph
@@ -136,6 +138,7 @@ class BatchAttention:
             mask = self._pack(custom_mask, q_host, kv_host)
             plan = self._plan_on_host(q_host, kv_host)
         self._qo_indptr, self._table, self._mask = qo_indptr, page_table, mask
+        self._mask_moves = mask is not None and mask is not custom_mask
         return plan
 
     def _plan_on_device(self, qo_indptr: Tensor, kv_lens: Tensor) -> None:
@@ -185,8 +188,10 @@ class BatchAttention:
         if self._table is None or self._qo_indptr is None:
             raise PlanError("run(): expected plan() to have been called for this step; got no plan.")
         spec = self.spec
-        if self._mask is not None and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError("custom_mask: a graph would read a mask that the next plan() frees.")
+        if self._mask_moves and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "custom_mask: a graph would read a mask that the next plan() frees. Use a MaskBuffer."
+            )
         self._check_shapes(q, k_cache, v_cache)
         if out is None:
             out = q.new_empty(q.shape[0], spec.num_qo_heads, spec.head_dim_v)
@@ -279,13 +284,16 @@ class BatchAttention:
                 raise PlanError(f"{name}: expected device {self.device}; got {tensor.device}.")
 
     def _pack(
-        self, mask: Tensor | Sequence[Tensor] | None, qo_indptr: Tensor | None, kv_lens: Tensor | None
+        self,
+        mask: Tensor | Sequence[Tensor] | PackedMask | None,
+        qo_indptr: Tensor | None,
+        kv_lens: Tensor | None,
     ) -> PackedMask | None:
         if (mask is not None) != self.spec.custom_mask:
             expected = "a mask" if self.spec.custom_mask else "None"
             raise PlanError(f"custom_mask: expected {expected}, as spec.custom_mask says; got the opposite.")
-        if mask is None:
-            return None
+        if mask is None or isinstance(mask, PackedMask):
+            return mask
         if qo_indptr is None or kv_lens is None:
             raise PlanError("qo_indptr_host, kv_lens_host: expected both with a custom mask; got None.")
         return pack_mask(mask, qo_indptr.diff(), kv_lens, self.device)

@@ -20,7 +20,9 @@ from fi_backend.core.page_table import PageTable
 from fi_backend.core.shipped import build_options
 from fi_backend.core.spec import AttentionSpec
 
-OPS_MODULE = jit.ModuleSpec(name="cpu_ops", sources=("cpu/append.cc", "cpu/merge.cc", "bind/cpu_ops.cc"))
+OPS_MODULE = jit.ModuleSpec(
+    name="cpu_ops", sources=("cpu/append.cc", "cpu/merge.cc", "cpu/pack_mask.cc", "bind/cpu_ops.cc")
+)
 
 _SCHEMA = (
     "attention(str kernel, Tensor q, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, Tensor? indices, "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native module of append_kv and of the merges: one for the CPU, one for each CUDA target."""
+"""The native module of append_kv, merges and packing of masks: one for the CPU, one for each CUDA target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from fi_backend.core.kernels import OPS_MODULE
 def cuda_ops_module(arch: str) -> jit.ModuleSpec:
     """The module for a CUDA target such as "sm_90a"."""
     return jit.ModuleSpec(
-        name="cuda_ops", sources=("cuda/append.cu", "cuda/merge.cu", "bind/cuda_ops.cc"), arch=arch
+        name="cuda_ops",
+        sources=("cuda/append.cu", "cuda/merge.cu", "cuda/pack_mask.cu", "bind/cuda_ops.cc"),
+        arch=arch,
     )
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fi_backend.core.plan import Plan
 from fi_backend.core.planner import CostModel, Limits, Planner
+from fi_backend.core.sharing import SharingLimits
 from fi_backend.core.spec import AttentionSpec
 
 TILES = (1, 16, 32, 64, 128)
@@ -19,6 +20,8 @@ COSTS = {
     "cpu": CostModel.for_device(torch.device("cpu")),
     "fine": CostModel(granule=4, min_chunk=4, invariant_grid=8),
     "coarse": CostModel(granule=96, min_chunk=1000, part_cost=5000, invariant_grid=640),
+    # Sharing pays wherever it saves a key.
+    "eager": CostModel(granule=16, min_chunk=16, alpha=0, beta=(1, 1, 1, 1, 1), part_cost=0, share_cost=0),
 }
 
 
@@ -44,7 +47,7 @@ class PlanCase:
     def cost_model(self) -> CostModel:
         return COSTS[self.costs]
 
-    def planner(self) -> Planner:
+    def planner(self, *, sharing: SharingLimits | None = None, page_size: int = 16) -> Planner:
         spec = AttentionSpec(
             self.heads * self.group,
             self.heads,
@@ -52,6 +55,7 @@ class PlanCase:
             causal=self.causal,
             window_left=self.window_left,
             batch_invariant=self.invariant,
+            page_size=page_size,
         )
         needed = (len(self.q_lens), sum(self.q_lens), max(self.kv_lens, default=0))
         limits = Limits(*(max(1, n + s) for n, s in zip(needed, self.spare, strict=True)))
@@ -62,6 +66,7 @@ class PlanCase:
             costs=self.cost_model,
             planned_queues=self.planned_queues,
             tiles=self.tiles,
+            sharing=sharing,
         )
 
     def qo_indptr(self) -> torch.Tensor:

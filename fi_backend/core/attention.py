@@ -10,12 +10,21 @@ from torch import Tensor
 
 from fi_backend import env
 from fi_backend.core import kernels, ops
+from fi_backend.core.attention_checks import (
+    expect_caches,
+    expect_given,
+    expect_table,
+    expect_tensor,
+    take_workspace,
+)
 from fi_backend.core.block_sparse import BlockSparse
 from fi_backend.core.custom_mask import PackedMask, pack_mask
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.plan import Plan
 from fi_backend.core.plan_buffer import PlanBuffer
 from fi_backend.core.planner import CostModel, Limits, Planner
+from fi_backend.core.prefix_forest import PrefixForest
+from fi_backend.core.sharing import SharingLimits, flat_reason
 from fi_backend.core.spec import AttentionSpec
 from fi_backend.core.support import cost_model, default_workers, query_tiles, resolve, unsupported_reason
 from fi_backend.errors import PlanError, UnsupportedError
@@ -23,11 +32,6 @@ from fi_backend.errors import PlanError, UnsupportedError
 _Scale = float | Tensor
 # Kernels step over keys by whole tiles in 32 bits.
 _MAX_KV_LEN = 2**31 - 128
-
-
-def _expect_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a torch tensor; got {type(value).__name__}.")
 
 
 class BatchAttention:
@@ -38,7 +42,8 @@ class BatchAttention:
     workers to balance over (default: torch's intra-op threads, or one a multiprocessor). planned_queues:
     run the queues of the paper's Algorithm 1 instead of drawing items by ticket. workspace: uint8, at
     least workspace_size() bytes, contents arbitrary; layers that run one after another may share it
-    (default: an own one). costs: the planner's cost model (default: that of the device).
+    (default: an own one). costs: the planner's cost model (default: that of the device). sharing: capacity
+    for prefixes that several requests share (default: none).
 
     All memory is allocated here; plan() and run() allocate nothing but the output when none is given.
     Raises UnsupportedError when the spec cannot run on the device (see support.unsupported_reason).
@@ -56,6 +61,7 @@ class BatchAttention:
         planned_queues: bool = False,
         workspace: Tensor | None = None,
         costs: CostModel | None = None,
+        sharing: SharingLimits | None = None,
     ) -> None:
         if reason := unsupported_reason(spec, device):
             raise UnsupportedError(reason)
@@ -71,11 +77,12 @@ class BatchAttention:
             costs=cost_model(spec, self.device, costs),
             planned_queues=planned_queues,
             tiles=query_tiles(spec, self.device),
+            sharing=sharing,
         )
         self._kernel = kernels.attention_key(spec, self.device)
         self._capacity = torch.tensor(self.planner.capacity, dtype=torch.int64, device="cpu")
         self._plan_buffer = PlanBuffer(self.planner.layout.total, self.device)
-        self._workspace = self._take_workspace(workspace)
+        self._workspace = take_workspace(workspace, self.workspace_size(), self.device)
         # Made now, so that no capture has to compile or allocate anything.
         if self.device.type == "cuda":
             self.planner.prepare(self.device)
@@ -97,6 +104,7 @@ class BatchAttention:
         qo_indptr_host: Tensor | None = None,
         kv_lens_host: Tensor | None = None,
         custom_mask: Tensor | Sequence[Tensor] | PackedMask | None = None,
+        forest: PrefixForest | None = None,
     ) -> Plan | None:
         """Balance one step; every layer of the step then calls run().
 
@@ -106,6 +114,10 @@ class BatchAttention:
         by the device planner, on the current stream, which may be capturing a graph.
         custom_mask: bool, see custom_mask.pack_mask, with exact host lengths; or what a MaskBuffer packed,
             which a captured graph may read. Needs a spec with custom_mask=True.
+        forest: which requests share leading pages, found for a host plan of exactly these lengths and pages;
+            where it pays, these are read once for all of them. They may not change until run(), nor may the
+            query starts; a KV length may shrink as long as the shared pages stay before its queries. Needs
+            `sharing`. Specs with a flat_reason() (windows, ALiBi, custom masks, batch-invariant) plan flat.
 
         Waits for the device only to copy a custom mask, and while four plans are still being uploaded. On
         CUDA, run() reads qo_indptr, the page table and the plan from where they lie now: a captured graph
@@ -122,9 +134,13 @@ class BatchAttention:
                     "causal=False and window_left=-1. Put the mask into the blocks, or pass custom_mask."
                 )
             page_table = page_table.to_page_table()
-        self._check_table(qo_indptr, page_table)
+        expect_table(self.spec, self.device, qo_indptr, page_table)
         on_device = self.device.type == "cuda" and qo_indptr_host is None and kv_lens_host is None
         if on_device:
+            if forest is not None:
+                raise PlanError(
+                    "forest: expected qo_indptr_host and kv_lens_host with it; got lengths on the device."
+                )
             mask = self._pack(custom_mask, None, None)
             self._plan_on_device(qo_indptr, page_table.kv_lens)
             plan = None
@@ -132,14 +148,26 @@ class BatchAttention:
             q_host = qo_indptr if qo_indptr_host is None else qo_indptr_host
             kv_host = page_table.kv_lens if kv_lens_host is None else kv_lens_host
             for name, tensor in (("qo_indptr_host", q_host), ("kv_lens_host", kv_host)):
-                _expect_tensor(name, tensor)
+                expect_tensor(name, tensor)
                 if tensor.device.type != "cpu":
                     raise PlanError(f"{name}: expected a host tensor, given with the other one; got none.")
             mask = self._pack(custom_mask, q_host, kv_host)
-            plan = self._plan_on_host(q_host, kv_host)
+            plan = self._plan_on_host(q_host, kv_host, self._shared(forest))
         self._qo_indptr, self._table, self._mask = qo_indptr, page_table, mask
         self._mask_moves = mask is not None and mask is not custom_mask
         return plan
+
+    def _shared(self, forest: PrefixForest | None) -> PrefixForest | None:
+        if forest is None or flat_reason(self.spec):
+            return None
+        if not isinstance(forest, PrefixForest):
+            raise TypeError(f"forest: expected a PrefixForest; got {type(forest).__name__}.")
+        if self.planner.sharing is None:
+            raise PlanError(
+                "forest: expected a BatchAttention with sharing=SharingLimits(...); got one without, which "
+                "has no room for prefix nodes."
+            )
+        return forest
 
     def _plan_on_device(self, qo_indptr: Tensor, kv_lens: Tensor) -> None:
         try:
@@ -147,10 +175,10 @@ class BatchAttention:
         except ValueError as error:
             raise PlanError(str(error)) from None
 
-    def _plan_on_host(self, qo_indptr: Tensor, kv_lens: Tensor) -> Plan:
+    def _plan_on_host(self, qo_indptr: Tensor, kv_lens: Tensor, forest: PrefixForest | None) -> Plan:
         host = self._plan_buffer.host()
         try:
-            self.planner.plan(qo_indptr, kv_lens, host)
+            self.planner.plan(qo_indptr, kv_lens, host, forest)
         except ValueError as error:
             raise PlanError(str(error)) from None
         self._plan_buffer.upload()
@@ -192,11 +220,11 @@ class BatchAttention:
             raise UnsupportedError(
                 "custom_mask: a graph would read a mask that the next plan() frees. Use a MaskBuffer."
             )
-        self._check_shapes(q, k_cache, v_cache)
+        expect_caches(spec, q, k_cache, v_cache)
         if out is None:
             out = q.new_empty(q.shape[0], spec.num_qo_heads, spec.head_dim_v)
-        self._expect_given("alibi_slopes", alibi_slopes, spec.alibi)
-        self._expect_given("sinks", sinks, spec.sinks)
+        expect_given("alibi_slopes", alibi_slopes, spec.alibi)
+        expect_given("sinks", sinks, spec.sinks)
         kernels.run_attention(
             self._kernel,
             spec,
@@ -220,68 +248,6 @@ class BatchAttention:
         if self.device.type == "cuda" and env.debug():
             self._plan_buffer.raise_faults(self.planner.layout)
         return out
-
-    def _check_shapes(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-        """What the kernel cannot see: tensors that agree with each other and not with the spec."""
-        for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-            _expect_tensor(name, tensor)
-        heads, dim, dim_v = self.spec.num_qo_heads, self.spec.head_dim, self.spec.head_dim_v
-        if q.dim() != 3 or q.shape[1] != heads or q.shape[2] != dim:
-            raise ValueError(f"q: expected [tokens, {heads}, {dim}], as the spec says; got {tuple(q.shape)}.")
-        if k_cache.dim() >= 2 and k_cache.shape[-2] != self.spec.num_kv_heads:
-            raise ValueError(
-                f"k_cache: expected {self.spec.num_kv_heads} KV heads in its last dimension but one, as the "
-                f"spec says; got {tuple(k_cache.shape)}."
-            )
-        if v_cache.shape[-1:] != (dim_v,):
-            raise ValueError(
-                f"v_cache: expected head_dim_v = {dim_v} elements in its last dimension, as the spec says; "
-                f"got {tuple(v_cache.shape)}."
-            )
-
-    @staticmethod
-    def _expect_given(name: str, tensor: Tensor | None, wanted: bool) -> None:
-        if (tensor is not None) != wanted:
-            expected, got = ("a tensor", "None") if wanted else ("None", "a tensor")
-            raise ValueError(f"{name}: expected {expected}, as the spec says; got {got}.")
-
-    def _take_workspace(self, workspace: Tensor | None) -> Tensor:
-        size = self.workspace_size()
-        if workspace is None:
-            return torch.empty(size, dtype=torch.uint8, device=self.device)
-        if workspace.dtype is not torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
-            got = f"{workspace.dtype} {tuple(workspace.shape)}"
-            raise TypeError(f"workspace: expected a contiguous uint8 vector; got {got}.")
-        if workspace.device != self.device:
-            raise ValueError(f"workspace: expected device {self.device}; got {workspace.device}.")
-        if workspace.numel() < size:
-            raise ValueError(
-                f"workspace: expected workspace_size() = {size} bytes or more; got {workspace.numel()}."
-            )
-        if workspace.data_ptr() % 64:
-            raise ValueError(
-                "workspace: expected a 64-byte aligned start; allocate it as a tensor of its own."
-            )
-        return workspace
-
-    def _check_table(self, qo_indptr: Tensor, table: PageTable) -> None:
-        _expect_tensor("qo_indptr", qo_indptr)
-        if not isinstance(table, PageTable):
-            got = type(table).__name__
-            raise TypeError(f"page_table: expected a PageTable or a BlockSparse; got {got}.")
-        if qo_indptr.dtype is not torch.int32:
-            raise TypeError(f"qo_indptr: expected int32; got {qo_indptr.dtype}.")
-        if qo_indptr.dim() != 1 or qo_indptr.shape[0] != table.num_requests + 1:
-            raise PlanError(
-                f"qo_indptr: expected {table.num_requests + 1} entries, one more than the page table "
-                f"has requests; got shape {tuple(qo_indptr.shape)}."
-            )
-        expected = 1 if table.indices is None else self.spec.page_size
-        if table.page_size != expected:
-            raise PlanError(f"page_table: expected page_size {expected}, the spec's; got {table.page_size}.")
-        for name, tensor in (("qo_indptr", qo_indptr), ("page_table", table.kv_lens)):
-            if tensor.device != self.device:
-                raise PlanError(f"{name}: expected device {self.device}; got {tensor.device}.")
 
     def _pack(
         self,

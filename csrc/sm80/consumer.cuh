@@ -93,7 +93,12 @@ struct Consumer {
       raw[i] = make_uint4(0, 0, 0, 0);
       if (group * 16 + row < w.q_rows) {
         const int packed = w.q_begin + group * 16 + row;
-        const int token = c.group.divide(packed), head = w.kv_head * p.group + packed - token * p.group;
+        int token = c.group.divide(packed);
+        const int head = w.kv_head * p.group + packed - token * p.group;
+        if (kComposes<Traits> && w.tokens >= 0) {
+          token = node_token(p, w, token);
+          if (token < 0) continue;
+        }
         const T* q_row = from + int64_t(token) * p.q_stride_token + int64_t(head) * p.q_stride_head;
         if constexpr (Variant::kTransformsQuery)
           raw[i] = transformed_query(q_row, chunk * 8, w.first_pos + token, head);

@@ -227,21 +227,47 @@ struct Accumulator {
   }
 };
 
+// How consumers share the rows that they fold: a slot of lanes takes a row, a lane four columns at a time.
+template <class Traits>
+struct MergeSlots {
+  static constexpr int kVectors = Traits::kHeadDimV / 4;
+  static constexpr int kLanes = kVectors <= 16 ? 16 : 32;
+  static constexpr int kCount = kConsumers / kLanes;
+};
+
+// Four columns of the partial state at `state_row`.
+template <class Traits>
+__device__ __forceinline__ void load_part(const AttentionParams& p, int state_row, int kv_head, int vector,
+                                          float& lse, float4& o) {
+  const int64_t state = int64_t(state_row) * p.num_kv_heads + kv_head;
+  lse = __ldcg(p.partial_lse + state);
+  o = __ldcg(reinterpret_cast<const float4*>(p.partial_out + state * Traits::kHeadDimV) + vector);
+}
+
 // Final row of a merged unit: four columns a thread.
 template <class Traits>
 __device__ __forceinline__ void store_merged(const AttentionParams& p, const LaunchConstants& c,
-                                             const Work& w, int row, int vector, float4 o, float lse) {
+                                             int token_begin, int packed, int kv_head, int vector, float4 o,
+                                             float lse) {
   using T = typename Traits::T;
-  const int packed = w.q_begin + row;
-  float factor =
-      lse != -INFINITY ? Variant::finish(p, qo_head(p, c, packed, w.kv_head), w.kv_head, lse) : 1.f;
+  float factor = lse != -INFINITY ? Variant::finish(p, qo_head(p, c, packed, kv_head), kv_head, lse) : 1.f;
   if (lse != lse) factor = lse;  // a part that met a fault, however it was joined
   o = times(o, factor);
   T* to = static_cast<T*>(p.out) + vector * 4 +
-          row_offset(p, c, w.token_begin, packed, w.kv_head, p.out_stride_token, p.out_stride_head);
+          row_offset(p, c, token_begin, packed, kv_head, p.out_stride_token, p.out_stride_head);
   *reinterpret_cast<uint2*>(to) = make_uint2(ptx::pack2<T>(o.x, o.y), ptx::pack2<T>(o.z, o.w));
   if (p.lse && vector == 0)
-    p.lse[row_offset(p, c, w.token_begin, packed, w.kv_head, p.lse_stride_token, p.lse_stride_head)] = lse;
+    p.lse[row_offset(p, c, token_begin, packed, kv_head, p.lse_stride_token, p.lse_stride_head)] = lse;
+}
+
+template <class Traits>
+__device__ __forceinline__ void store_sum(const AttentionParams& p, const LaunchConstants& c,
+                                          const Accumulator& sum, int token_begin, int packed, int kv_head,
+                                          int vector) {
+  float inverse = sum.sum > 0.f ? 1.f / sum.sum : sum.sum;
+  float lse = sum.sum > 0.f ? sum.top + logf(sum.sum) : sum.sum == 0.f ? -INFINITY : sum.sum;
+  if (!Variant::kSoftmax && sum.sum == sum.sum) inverse = 1.f, lse = 0.f;
+  store_merged<Traits>(p, c, token_begin, packed, kv_head, vector, times(sum.acc, inverse), lse);
 }
 
 // Folds the parts of a unit by all consumers. The rows of the item that arrived last are the unit's.
@@ -250,8 +276,8 @@ __device__ __forceinline__ void merge(const AttentionParams& p, const LaunchCons
                                       int tid, char* shared) {
   if (w.q_rows <= 0) return;  // the device has taken the rows away since they were planned
   const int32_t* parts = reinterpret_cast<const int32_t*>(p.plan + p.layout.parts);
-  constexpr int kVectors = Traits::kHeadDimV / 4, kLanes = kVectors <= 16 ? 16 : 32;
-  constexpr int kPasses = ceil_div(kVectors, kLanes), kSlots = kConsumers / kLanes;
+  constexpr int kVectors = MergeSlots<Traits>::kVectors, kLanes = MergeSlots<Traits>::kLanes;
+  constexpr int kPasses = ceil_div(kVectors, kLanes), kSlots = MergeSlots<Traits>::kCount;
   const int lane = tid % kLanes, slot = tid / kLanes;
   // Few rows: several slots share the parts of a row.
   int shares = 1;
@@ -259,9 +285,7 @@ __device__ __forceinline__ void merge(const AttentionParams& p, const LaunchCons
     while (shares * 2 * w.q_rows <= kSlots) shares *= 2;
   const int share = slot % shares, rows_at_once = kSlots / shares;
   const auto load = [&](int i, int row, int vector, float& lse, float4& o) {
-    const int64_t state = int64_t(parts[i] + row) * p.num_kv_heads + w.kv_head;
-    lse = __ldcg(p.partial_lse + state);
-    o = __ldcg(reinterpret_cast<const float4*>(p.partial_out + state * Traits::kHeadDimV) + vector);
+    load_part<Traits>(p, parts[i] + row, w.kv_head, vector, lse, o);
   };
   for (int first_row = 0; first_row < w.q_rows; first_row += rows_at_once) {
     const int row = first_row + slot / shares;
@@ -284,7 +308,7 @@ __device__ __forceinline__ void merge(const AttentionParams& p, const LaunchCons
                               joined(acc.w, a, o.w, b));
           lse = next;
         }
-        if (valid) store_merged<Traits>(p, c, w, row, vector, acc, lse);
+        if (valid) store_merged<Traits>(p, c, w.token_begin, w.q_begin + row, w.kv_head, vector, acc, lse);
       } else {
         Accumulator sum;
         for (int begin = w.parts_begin + share; valid && begin < w.parts_end; begin += kMergeBatch * shares) {
@@ -294,6 +318,7 @@ __device__ __forceinline__ void merge(const AttentionParams& p, const LaunchCons
 #pragma unroll
           for (int i = 0; i < kMergeBatch; ++i) {
             lse[i] = -INFINITY;
+            o[i] = make_float4(0.f, 0.f, 0.f, 0.f);
             if (begin + i * shares < w.parts_end) load(begin + i * shares, row, vector, lse[i], o[i]);
           }
 #pragma unroll
@@ -320,12 +345,8 @@ __device__ __forceinline__ void merge(const AttentionParams& p, const LaunchCons
           }
           ptx::named_barrier(1, kConsumers);
         }
-        if (valid && share == 0) {
-          float inverse = sum.sum > 0.f ? 1.f / sum.sum : sum.sum;
-          float lse = sum.sum > 0.f ? sum.top + logf(sum.sum) : sum.sum == 0.f ? -INFINITY : sum.sum;
-          if (!Variant::kSoftmax && sum.sum == sum.sum) inverse = 1.f, lse = 0.f;
-          store_merged<Traits>(p, c, w, row, vector, times(sum.acc, inverse), lse);
-        }
+        if (valid && share == 0)
+          store_sum<Traits>(p, c, sum, w.token_begin, w.q_begin + row, w.kv_head, vector);
       }
     }
   }

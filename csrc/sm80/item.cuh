@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The consumers' walk through items: their tiles of the ring, then the result.
 #pragma once
-#include "epilogue.cuh"
+#include "levels.cuh"
 
 namespace fi::sm80 {
 
@@ -140,6 +140,8 @@ __device__ __forceinline__ void run_invariant_item(const AttentionParams& p, con
 template <class Traits>
 __device__ __forceinline__ void arrive(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                        const Work& w, int tid, char* shared) {
+  if constexpr (kComposes<Traits>)
+    if (w.levels) return arrive_at_levels<Traits>(p, c, control, w, tid, shared);
   __threadfence();
   ptx::named_barrier(1, kConsumers);
   int32_t* counter = p.counters + kArrivals + w.unit * p.num_kv_heads + w.kv_head;

@@ -14,6 +14,7 @@ inline constexpr int kDrawAhead = 6;
 
 // Brings the indices and the queries of an item into the L2 cache. While the memory is busy, a read that
 // misses waits behind all KV tiles that are under way.
+template <class Traits>
 __device__ __forceinline__ void warm_cache(const AttentionParams& p, const LaunchConstants& c, const Work& w,
                                            int lane) {
   constexpr int kLine = 128, kMaxLines = 512;
@@ -27,12 +28,31 @@ __device__ __forceinline__ void warm_cache(const AttentionParams& p, const Launc
   }
   // Heads of a KV head lie side by side as a rule: one line of each row.
   for (int row = lane; row < w.q_rows; row += 32) {
-    const int packed = w.q_begin + row, token = c.group.divide(packed);
+    const int packed = w.q_begin + row;
+    int token = c.group.divide(packed);
+    const int head = w.kv_head * p.group + packed - token * p.group;
+    if (kComposes<Traits> && w.tokens >= 0) {
+      token = node_token(p, w, token);
+      if (token < 0) continue;
+    }
     const char* q = static_cast<const char*>(p.q) +
-                    2 * (int64_t(w.token_begin + token) * p.q_stride_token +
-                         int64_t(w.kv_head * p.group + packed - token * p.group) * p.q_stride_head);
-    for (int at = 0; at < p.head_dim * 2; at += kLine) ptx::prefetch_l2(q + at);
+                    2 * (int64_t(w.token_begin + token) * p.q_stride_token + int64_t(head) * p.q_stride_head);
+    for (int at = 0; at < Traits::kHeadDim * 2; at += kLine) ptx::prefetch_l2(q + at);
   }
+}
+
+// Brings what the consumers will read of the plan to join levels: the units of a node's rows, or a unit's
+// parts.
+__device__ __forceinline__ void warm_units(const AttentionParams& p, const Work& w, int lane) {
+  if (w.tokens < 0) {
+    const auto* parts = reinterpret_cast<const int32_t*>(p.plan + p.layout.parts);
+    if (w.parts_begin + lane < w.parts_end) ptx::prefetch_l2(parts + w.parts_begin + lane);
+    return;
+  }
+  const auto* list = reinterpret_cast<const int32_t*>(p.plan + p.layout.reports) + w.unit;
+  const auto* units = reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units);
+#pragma unroll 1
+  for (int i = lane; i < list[0]; i += 32) ptx::prefetch_l2(units + list[1 + i]);
 }
 
 // Brings the plan's first lines and the lengths into the L2 cache, by threads that have nothing to do yet:
@@ -79,11 +99,12 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
       return;
     }
     if (lane == 0) {
-      w = exact_work<Traits>(p, c, queued ? entries[next] : next);
+      exact_work<Traits>(p, c, queued ? entries[next] : next, w);
       ptx::mbarrier_arrive(ptx::shared_address(&control.slot_full[slot.at]));
     }
     __syncwarp();
-    warm_cache(p, c, w, lane);
+    if (kComposes<Traits> && w.levels) warm_units(p, w, lane);
+    warm_cache<Traits>(p, c, w, lane);
     ptx::mbarrier_wait(ptx::shared_address(&control.draw), draw_parity);
     draw_parity ^= 1;
     if (queued) {

@@ -24,6 +24,8 @@ struct Work {
   int32_t num_items, parts_begin, parts_end;  // of the merge unit
   int32_t planned_rows;                       // rows of one partial state, and where the item's states end
   int32_t partial_end;
+  int32_t tokens;  // of an item of a prefix node, where its rows' tokens begin in the plan; otherwise -1
+  int32_t levels;  // the rows belong to composed requests, whose units are folded together
   int32_t folds;   // one state for all grid chunks (batch-invariant mode)
   int32_t faults;  // KernelFault: the rows become NaN
   int64_t row_begin;
@@ -65,12 +67,68 @@ __device__ __forceinline__ uint32_t full_barrier(Control& control, const Ring<kS
   return ptx::shared_address(&control.full[ring.lap & 1][ring.at]);
 }
 
+template <class Traits>
+inline constexpr bool kComposes = kSharesPrefixes && !Traits::kInvariant;
+
+// Query token of the rows [i * group, (i + 1) * group) of a node's item, or -1 where q does not have it.
+__device__ __forceinline__ int node_token(const AttentionParams& p, const Work& w, int i) {
+  const auto* tokens = reinterpret_cast<const int32_t*>(p.plan + p.layout.node_tokens);
+  const int token = __ldg(tokens + w.tokens + i);
+  return uint32_t(token) < uint32_t(p.num_tokens) ? token : -1;
+}
+
+// Where the query tokens of a request begin, and how many of them lie inside of the output, which must not be
+// left whatever qo_indptr says.
+struct QueryTokens {
+  int begin, count;
+  bool outside;
+};
+__device__ __forceinline__ QueryTokens query_tokens(const AttentionParams& p, int request) {
+  const int begin = p.qo_indptr[request], end = p.qo_indptr[request + 1];
+  const bool apart = begin < 0 || end < begin;
+  return {begin, apart ? 0 : max(min(end, p.num_tokens) - begin, 0), apart || end > p.num_tokens};
+}
+
+// Whether the row of a request in the page table holds `kv_len` keys.
+__device__ __forceinline__ bool holds(const LevelParams& level, int64_t row_begin, int64_t row_end,
+                                      int kv_len) {
+  const int64_t pages = (row_end - row_begin + level.index_step - 1) / level.index_step;
+  return kv_len >= 0 && row_begin >= 0 && row_end >= row_begin && row_end <= level.num_indices &&
+         kv_len <= pages * level.page_size;
+}
+
+// An item of a prefix node. Its range is exact: the keys lie before every row, so that rows are given
+// positions from the last one on, where no mask meets them. Pages are looked up in the row of one member.
+template <class Traits>
+__device__ __forceinline__ void node_work(const AttentionParams& p, const LaunchConstants& c,
+                                          const WorkItem& item, Work& w) {
+  const PrefixNode node = reinterpret_cast<const PrefixNode*>(p.plan + p.layout.nodes)[item.request];
+  const LevelParams& level = p.level;
+  w.request = node.request;
+  w.tokens = node.tokens_begin;
+  w.levels = 1;
+  w.token_begin = 0;
+  w.num_items = w.parts_begin = w.parts_end = 0;
+  w.row_begin = level.row_begin[node.request];
+  const int kv_len = level.kv_lens[node.request];
+  const bool legal = kv_len >= item.kv_end && holds(level, w.row_begin, level.row_end[node.request], kv_len);
+  w.faults = legal ? 0 : kFaultLengths;
+  w.q_begin = item.q_begin;
+  w.q_rows = min(int(item.q_rows), node.num_tokens * p.group - item.q_begin);
+  w.first = w.last = item.kv_end - 1;
+  w.first_pos = w.first - c.group.divide(item.q_begin);
+  w.lo = w.kv_begin = item.kv_begin;
+  w.kv_end = legal ? item.kv_end : item.kv_begin;
+  w.partial_end = item.partial + item.q_rows;
+  w.tiles = w.q_rows > 0 ? ceil_div(w.kv_end - w.kv_begin, Traits::kKvTile) : 0;
+}
+
 // What is left of an item once the exact lengths are known. Lengths may differ from the planned ones: the
 // first chunk reaches down to the true start of the window, the last one up to the true end.
 template <class Traits>
-__device__ __forceinline__ Work exact_work(const AttentionParams& p, const LaunchConstants& c, int ticket) {
+__device__ __forceinline__ void exact_work(const AttentionParams& p, const LaunchConstants& c, int ticket,
+                                           Work& w) {
   constexpr bool invariant = Traits::kInvariant;
-  Work w;
   const int index = c.num_kv_heads.divide(ticket);
   const WorkItem item = reinterpret_cast<const WorkItem*>(p.plan + p.layout.items)[index];
   const LevelParams& level = p.level;
@@ -79,31 +137,37 @@ __device__ __forceinline__ Work exact_work(const AttentionParams& p, const Launc
   w.kv_head = ticket - index * p.num_kv_heads;
   w.tile_log2 = item.tile_log2;
   w.partial = item.partial;
-  w.unit = item.unit;
+  // A module that cannot share leaves such items alone: their rows are never written, and a fault says so.
+  const bool foreign = !kComposes<Traits> && (item.flags & (kPrefix | kSuffix));
+  w.unit = foreign ? -1 : item.unit;
   w.planned_rows = item.q_rows;
   w.folds = item.partial < 0 || (item.flags & kFirstChunk);
+  if (kComposes<Traits> && (item.flags & kPrefix)) return node_work<Traits>(p, c, item, w);
+  w.tokens = -1;
+  w.levels = 0;
   w.faults = 0;
-  w.token_begin = p.qo_indptr[item.request];
-  const int token_end = p.qo_indptr[item.request + 1];
-  const bool outside = w.token_begin < 0 || token_end < w.token_begin || token_end > p.num_tokens;
-  // Tokens outside of the output must not be written, whatever qo_indptr says.
-  const int q_len = w.token_begin < 0 || token_end < w.token_begin
-                        ? 0
-                        : max(min(token_end, p.num_tokens) - w.token_begin, 0);
+  const QueryTokens tokens = query_tokens(p, item.request);
+  const int q_len = foreign ? 0 : tokens.count;
+  w.token_begin = tokens.begin;
   const int64_t row_begin = level.row_begin[item.request], row_end = level.row_end[item.request];
   int kv_len = level.kv_lens[item.request];
   w.row_begin = row_begin;
   w.num_items = w.parts_begin = w.parts_end = 0;
-  if (item.unit >= 0) {
-    const MergeUnit unit = reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units)[item.unit];
+  bool moved = false;
+  if (w.unit >= 0) {
+    const MergeUnit unit = reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units)[w.unit];
     w.num_items = unit.num_items;
     w.parts_begin = unit.parts_begin;
     w.parts_end = unit.parts_end;
+    if constexpr (kComposes<Traits>) {
+      w.levels = unit.token >= 0;
+      moved = unit.token >= 0 && unit.token != tokens.begin;
+    }
   }
-
-  const int64_t pages = (row_end - row_begin + level.index_step - 1) / level.index_step;
-  if (kv_len < 0 || row_begin < 0 || row_end < row_begin || row_end > level.num_indices ||
-      kv_len > pages * level.page_size || outside) {
+  // The nodes of a composed request have read keys [0, kv_begin), which all of its rows must see.
+  if (kComposes<Traits> && (item.flags & kSuffix))
+    moved = moved || kv_len < item.kv_begin || kv_len - item.kv_begin < q_len;
+  if (tokens.outside || !holds(level, row_begin, row_end, kv_len) || (moved && q_len > 0) || foreign) {
     w.faults = kFaultLengths;
     kv_len = 0;
   }
@@ -143,7 +207,6 @@ __device__ __forceinline__ Work exact_work(const AttentionParams& p, const Launc
     }
   }
   w.tiles = w.q_rows > 0 && w.kv_end > w.kv_begin ? ceil_div(w.kv_end - w.kv_begin, Traits::kKvTile) : 0;
-  return w;
 }
 
 }  // namespace fi::sm80

@@ -21,6 +21,15 @@ FI_DEVICE int count_bits(uint32_t v) {
 #endif
 }
 
+// Of v != 0.
+FI_DEVICE int lowest_bit(uint32_t v) {
+#if defined(__CUDA_ARCH__)
+  return __ffs(int(v)) - 1;
+#else
+  return std::countr_zero(v);
+#endif
+}
+
 // Associative, so that sums that saturate do not depend on their order either.
 FI_DEVICE uint32_t saturating_add(uint32_t a, uint32_t b) {
   const uint32_t sum = a + b;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A CUDA thread block on one host thread: every thread is a fiber that runs until it meets a barrier. Which
-// fiber runs next is drawn from a seed, so that a missing barrier shows in the results.
+// A CUDA thread block, or a cluster of them, on one host thread: every thread is a fiber that runs until it
+// meets a barrier. Which fiber runs next is drawn from a seed, so that a missing barrier shows in the
+// results.
 #pragma once
 #include <ucontext.h>
 
@@ -13,10 +14,10 @@
 
 namespace fi::test {
 
-template <int kBlockThreads>
+template <int kBlockThreads, int kCtas = 1>
 class FiberBlock {
  public:
-  static constexpr int kThreads = kBlockThreads;
+  static constexpr int kThreads = kBlockThreads, kFibers = kThreads * kCtas;
 
   class Thread;
 
@@ -24,11 +25,12 @@ class FiberBlock {
   void run(const std::function<void(Thread&)>& body, uint64_t seed) {
     body_ = &body;
     random_.seed(seed);
-    stacks_.resize(size_t(kThreads) * kStackBytes);
-    fibers_.assign(kThreads, {});
-    warps_.assign(kThreads / 32, {});
+    stacks_.resize(size_t(kFibers) * kStackBytes);
+    fibers_.assign(kFibers, {});
+    warps_.assign(kFibers / 32, {});
+    ctas_.assign(kCtas, {});
     waiting_ = done_ = 0;
-    for (int t = 0; t < kThreads; ++t) {
+    for (int t = 0; t < kFibers; ++t) {
       ucontext_t& context = fibers_[size_t(t)].context;
       getcontext(&context);
       context.uc_stack.ss_sp = stacks_.data() + size_t(t) * kStackBytes;
@@ -47,17 +49,28 @@ class FiberBlock {
       swapcontext(&scheduler_, &fibers_[size_t(running_)].context);
       if (!error_.empty()) throw std::runtime_error(error_);
     }
-    if (done_ != kThreads)
-      throw std::runtime_error("some threads wait for a barrier that others never reach");
+    if (done_ != kFibers) throw std::runtime_error("some threads wait for a barrier that others never reach");
   }
 
   class Thread {
    public:
     static constexpr int kThreads = kBlockThreads;
-    Thread(FiberBlock& block, int thread) : block_(block), thread_(thread) {}
+    Thread(FiberBlock& block, int fiber) : block_(block), thread_(fiber % kThreads), cta_(fiber / kThreads) {}
 
     int thread() const { return thread_; }
+    int cta() const { return cta_; }
+    int ctas() const { return kCtas; }
     void sync() { block_.wait_block(); }
+    void sync_cluster() { block_.wait_cluster(); }
+    // A value is cleared two calls before it is used again, when all have read it.
+    bool sync_or(bool v) {
+      bool (&any)[4] = block_.ctas_[size_t(cta_)].any;
+      const int call = calls_++ % 4;
+      any[(call + 2) % 4] = false;
+      any[call] |= v;
+      block_.wait_block();
+      return any[call];
+    }
     void sync_warp() { exchange(kSync, 0); }
     uint32_t ballot(bool v) {
       const uint64_t* values = exchange(kBallot, v);
@@ -84,6 +97,16 @@ class FiberBlock {
       return reduce(kOr, v, [](uint32_t a, uint32_t b) { return a | b; });
     }
     void add(uint32_t* to, uint32_t v) { *to += v; }
+    int32_t compare_and_swap(int32_t* to, int32_t expected, int32_t desired) {
+      const int32_t was = *to;
+      if (was == expected) *to = desired;
+      return was;
+    }
+    void keep_least(int32_t* to, int32_t v) { *to = v < *to ? v : *to; }
+    template <class T>
+    T load_exchanged(const T* from) {
+      return *from;
+    }
     template <class T>
     void store(T* to, const T& v) {
       *to = v;
@@ -104,8 +127,8 @@ class FiberBlock {
     }
 
     FiberBlock& block_;
-    const int thread_;
-    int half_ = 0;
+    const int thread_, cta_;
+    int half_ = 0, calls_ = 0;
   };
 
  private:
@@ -114,6 +137,10 @@ class FiberBlock {
 
   struct Fiber {
     ucontext_t context;
+  };
+  struct Cta {
+    int waiting = 0;
+    bool any[4] = {};
   };
   struct Warp {
     int arrived = 0, kind = 0;
@@ -130,9 +157,18 @@ class FiberBlock {
   void suspend() { swapcontext(&fibers_[size_t(running_)].context, &scheduler_); }
 
   void wait_block() {
-    if (++waiting_ == kThreads) {
+    const int cta = running_ / kThreads;
+    if (++ctas_[size_t(cta)].waiting == kThreads) {
+      ctas_[size_t(cta)].waiting = 0;
+      for (int t = 0; t < kThreads; ++t) ready_.push_back(cta * kThreads + t);
+    }
+    suspend();
+  }
+
+  void wait_cluster() {
+    if (++waiting_ == kFibers) {
       waiting_ = 0;
-      for (int t = 0; t < kThreads; ++t) ready_.push_back(t);
+      for (int t = 0; t < kFibers; ++t) ready_.push_back(t);
     }
     suspend();
   }
@@ -155,6 +191,7 @@ class FiberBlock {
   std::vector<char> stacks_;
   std::vector<Fiber> fibers_;
   std::vector<Warp> warps_;
+  std::vector<Cta> ctas_;
   std::vector<int> ready_;
   ucontext_t scheduler_{};
   std::string error_;

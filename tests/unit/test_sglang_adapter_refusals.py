@@ -23,7 +23,7 @@ from fi_backend.errors import UnsupportedError
 @pytest.mark.parametrize(
     ("server", "words"),
     [
-        ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm='EAGLE'"),
+        ({"speculative_algorithm": "DFLASH"}, "speculative_algorithm='DFLASH' .fi verifies EAGLE, "),
         ({"enable_torch_compile": True}, "enable_torch_compile=True"),
         ({"dcp_size": 2}, "dcp_size=2"),
         ({"enable_dp_attention": True}, "enable_dp_attention=True"),
@@ -40,7 +40,7 @@ def test_engines_that_are_refused(server: dict[str, Any], words: str) -> None:
     ("name", "value", "words"),
     [
         ("use_mla_backend", True, "an MLA model"),
-        ("device", "cuda", "device='cuda'"),
+        ("device", "npu", "device='npu'"),
         ("model_config", SimpleNamespace(is_encoder_decoder=True), "an encoder-decoder model"),
     ],
 )
@@ -85,9 +85,8 @@ def test_another_layout_of_the_cache_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"forward_mode": ForwardMode.TARGET_VERIFY}, "forward mode TARGET_VERIFY"),
         ({"forward_mode": ForwardMode.DLLM_EXTEND}, "forward mode DLLM_EXTEND"),
-        ({"spec_info": object()}, "speculative decoding"),
+        ({"forward_mode": ForwardMode.DECODE, "spec_info": object()}, "forward mode DECODE with object"),
     ],
 )
 def test_steps_that_are_refused(change: dict[str, Any], words: str) -> None:

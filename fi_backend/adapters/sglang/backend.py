@@ -3,114 +3,153 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from torch import Tensor
 
 from fi_backend.core.append import append_kv
-from fi_backend.core.attention import BatchAttention
-from fi_backend.core.counters import APPENDED, CALLS, LAYERS, PLANS, STEPS, TOKENS, counters
-from fi_backend.core.page_table import PageTable
-from fi_backend.core.prepare import prepare
-from fi_backend.core.spec import AttentionSpec
-from fi_backend.core.support import unsupported_reason
+from fi_backend.core.counters import APPENDED, CALLS, CAPTURED, LAYERS, REPLAYED, STEPS, TOKENS, counters
 from fi_backend.errors import PlanError, UnsupportedError
 
 from . import compat
-from .translate import (
-    indptr,
-    layer_spec,
-    query_lengths,
-    refuse_cache,
-    refuse_engine,
-    refuse_layer,
-    refuse_options,
-    step_limits,
-)
-
-# What one plan serves: layers of one spec whose KV lies in one pool (True: that of the sliding windows).
-_Kind = tuple[AttentionSpec, bool]
-
-
-@dataclass
-class _Step:
-    """One step: its index arrays, and which kinds of layers are planned for it."""
-
-    qo_indptr: Tensor
-    kv_lens_host: Tensor
-    tables: dict[bool, PageTable]
-    slots: dict[bool, Tensor]
-    num_tokens: int
-    planned: set[_Kind] = field(default_factory=set)
+from .layers import Layers
+from .refuse import refuse_cache, refuse_engine, refuse_layer, refuse_options
+from .step import GraphBuffers, Step, StepArrays
+from .translate import draft_tokens, step_lengths
+from .tree_mask import TreeMasks, is_tree
 
 
 class FiAttnBackend(AttentionBackend):
     """Decoder attention over SGLang's KV pools; `--attention-backend fi`.
 
+    draft_step: which step of a chain of drafts it serves, from 0; None for everything else.
     Everything that cannot run is refused when the object is made, before a request comes.
     """
 
-    needs_cpu_seq_lens = True
+    # Dummy steps, too, must stay within the rows of the token table (read by 0.5.23).
+    extend_dummy_seqs_capped_by_req_pool = True
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: Any, draft_step: int | None = None) -> None:
         super().__init__()
         refuse_engine(model_runner)
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         refuse_cache(self.token_to_kv_pool, MHATokenToKVPool, SWAKVPool)
-        self._hybrid = isinstance(self.token_to_kv_pool, SWAKVPool)
-        self._device = torch.device(model_runner.device)
-        self._dtype: torch.dtype = model_runner.dtype
-        self._page_size: int = model_runner.page_size
-        self._limits = step_limits(model_runner)
-        self._attention: dict[_Kind, BatchAttention] = {}
-        self._kinds: dict[tuple[Any, bool], _Kind] = {}
-        self._step: _Step | None = None
+        hybrid = isinstance(self.token_to_kv_pool, SWAKVPool)
+        table = self.req_to_token_pool.req_to_token
+        self.max_context_len = table.shape[1]
+        self._draft_step = draft_step
+        self._arrays = StepArrays(
+            table,
+            model_runner.page_size,
+            self.token_to_kv_pool.translate_loc_from_full_to_swa if hybrid else None,
+        )
         layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
         for layer in layers:
             refuse_layer(layer)
-        specs = {self._spec(layer, sinks=False) for layer in layers}
-        for spec in specs:
-            if reason := unsupported_reason(spec, self._device):
-                raise UnsupportedError(reason)
-        prepare(*specs, device=self._device)
+        drafts = 0 if getattr(model_runner, "is_draft_worker", False) else draft_tokens(model_runner)
+        self._verify_mask = _verify_mask(drafts, table)
+        self._masks = TreeMasks(
+            None if self._verify_mask is None else self._verify_mask.buffer,
+            max(drafts, 1),
+            self.max_context_len,
+            table.device,
+        )
+        trees = bool(drafts) and getattr(model_runner.server_args, "speculative_eagle_topk", None) != 1
+        self._layers = Layers(model_runner, layers, trees=trees)
+        # Speculation knows exact lengths on the device alone; asking for the host's would wait for it.
+        self.needs_cpu_seq_lens = not (table.is_cuda and draft_tokens(model_runner))
+        self._step: Step | None = None
+        self._graphs: GraphBuffers | None = None
+        self._num_layers = len(layers)
         counters().name_engine(compat.engine())
-        counters().add(LAYERS, len(layers))
+        if draft_step is None:
+            counters().add(LAYERS, len(layers))
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Take over a step; the first layer of each kind plans it, since sinks are told to a call alone."""
+        """Take over a step that no graph serves; the first layer of each kind plans it, since sinks are told
+        to a call alone.
+        """
         self._step = None
         if forward_batch.forward_mode.is_idle():
             return
-        lengths = query_lengths(forward_batch)
-        qo_indptr = indptr(lengths)
-        kv_lens = forward_batch.seq_lens.to(torch.int32)
-        known = forward_batch.seq_lens_cpu
-        kv_lens_host = kv_lens if known is None else known.to(torch.int32)
-        rows, table = forward_batch.req_pool_indices, self.req_to_token_pool.req_to_token
-        size, slots = self._page_size, forward_batch.out_cache_loc
-        step = _Step(
-            qo_indptr,
-            kv_lens_host,
-            {False: PageTable.from_token_table(table, rows, kv_lens, page_size=size)},
-            {False: slots},
-            sum(lengths),
-        )
-        if self._hybrid:
-            # The pool of the sliding windows numbers its slots anew, so these rows alone are copied.
-            translate = self.token_to_kv_pool.translate_loc_from_full_to_swa
-            own = translate(table[rows, : int(kv_lens_host.max())]).to(torch.int32)
-            own_rows = torch.arange(len(lengths), device=own.device)
-            step.tables[True] = PageTable.from_token_table(own, own_rows, kv_lens, page_size=size)
-            step.slots[True] = translate(slots).to(torch.int64)
+        step = self._arrays.step(forward_batch, step_lengths(forward_batch, self._draft_step))
+        if step.mode.is_target_verify() and is_tree(forward_batch.spec_info):
+            step.mask = self._masks.pack(forward_batch.spec_info, step)
         self._step = step
         counters().add(STEPS)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what graphs of up to max_bs requests and max_num_tokens query tokens read."""
+        held = self._graphs
+        if held is not None and held.requests >= max_bs and held.tokens >= max_num_tokens:
+            return
+        if held is not None and held.captured:
+            raise PlanError(
+                f"init_cuda_graph_state: expected at most {held.requests} requests and {held.tokens} tokens, "
+                f"for which graphs are captured; got {max_bs} and {max_num_tokens}."
+            )
+        self._graphs = self._arrays.buffers(max_bs, max_num_tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the KV length of padding rows: they read slot 0, which holds nothing."""
+        return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Copy a step's index arrays to where its graph reads them and, for a replay, plan it.
+
+        For a capture, the first calls, which are not captured yet, tell which kinds of layers to plan.
+        """
+        graphs = self._graphs
+        if graphs is None:
+            raise PlanError("init_forward_metadata_out_graph: expected init_cuda_graph_state() before it.")
+        mode = forward_batch.forward_mode
+        if not (mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2()):
+            raise UnsupportedError(f"graphs of whole steps of the mode {mode.name}: not supported by fi.")
+        step = self._arrays.step(forward_batch, step_lengths(forward_batch, self._draft_step), graphs)
+        if step.mode.is_target_verify() and is_tree(forward_batch.spec_info):
+            step.mask = self._masks.pack(
+                forward_batch.spec_info, step, graph_requests=graphs.requests, capture=in_capture
+            )
+        if forward_batch.out_cache_loc is not None:
+            step.window_slots = self._arrays.fill_window_slots(graphs, forward_batch.out_cache_loc)
+        self._step = step
+        if in_capture:
+            graphs.captured = step.captures = True
+            return
+        self._layers.plan_graph(step)
+        counters().add(STEPS)
+        counters().add(REPLAYED, self._num_layers)
+        counters().add(TOKENS, self._num_layers * step.num_tokens)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Count a forward pass of a capture: graphs themselves plan nothing."""
+        counters().add(STEPS)
+
+    def shared_read_ends(self, fm: Any) -> Any:
+        """Tell 0.5.23 that a graph reads nothing of the scheduler's: its step was copied before."""
+        if fm.is_decode() or fm.is_target_verify() or fm.is_draft_extend_v2():
+            return compat.reads_end_before_replay()
+        return super().shared_read_ends(fm)
+
+    @property
+    def verify_mask(self) -> Any:
+        """Where SGLang writes the trees that it lets this back end verify."""
+        return self._verify_mask
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Pack the trees anew: the step was planned beside the drafts, before their masks were known."""
+        step = self._step
+        if step is not None and step.mask is not None:
+            requests = self._graphs.requests if self._graphs is not None and cuda_graph_bs else 0
+            self._masks.pack(spec_info, step, graph_requests=requests)
 
     def forward_extend(
         self,
@@ -134,81 +173,73 @@ class FiAttnBackend(AttentionBackend):
             raise PlanError(
                 "forward: expected init_forward_metadata() to have planned this step; got no plan."
             )
-        kind = self._kind(layer, sinks is not None)
-        if kind not in step.planned:
-            self._plan(step, kind)
-        spec, windowed = kind
+        attention, windowed = self._layers.planned(step, layer, sinks=sinks is not None)
+        spec = attention.spec
         # fp8 caches carry one scale for K and one for V; other caches hold plain values.
         k_scale, v_scale = _scales(layer) if spec.kv_dtype.startswith("float8") else (1.0, 1.0)
         k_cache, v_cache = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         if save_kv_cache and k is not None and v is not None:
-            slots = step.slots[windowed]
+            slots = self._slots(step, windowed, forward_batch.out_cache_loc)
             keys = k.view(-1, spec.num_kv_heads, spec.head_dim)
             values = v.view(-1, spec.num_kv_heads, spec.head_dim_v)
             append_kv(keys, values, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
-            counters().add(APPENDED, slots.shape[0])
-        out = q.new_empty(q.shape[0], spec.num_qo_heads * spec.head_dim_v)
-        self._attention[kind].run(
+        out = _output(q, spec.num_qo_heads * spec.head_dim_v, forward_batch)
+        attention.run(
             q.reshape(-1, spec.num_qo_heads, spec.head_dim),
-            self._pages(k_cache),
-            self._pages(v_cache),
+            self._layers.pages(k_cache),
+            self._layers.pages(v_cache),
             out=out.view(-1, spec.num_qo_heads, spec.head_dim_v),
             sinks=None if sinks is None else sinks.to(torch.float32),
             k_scale=k_scale,
             v_scale=v_scale,
         )
-        counters().add(CALLS)
-        counters().add(TOKENS, step.num_tokens)
+        self._count(step, 0 if k is None or not save_kv_cache else step.num_tokens)
         return out
 
     forward_decode = forward_extend
 
     def support_triton(self) -> bool:
-        """Return False: SGLang's index kernels in Triton are not for the CPU."""
-        return False
+        """Return whether SGLang may run its index kernels in Triton, which are not for the CPU."""
+        return bool(self.req_to_token_pool.req_to_token.is_cuda)
 
-    def _kind(self, layer: Any, sinks: bool) -> _Kind:
-        """Return what plan serves a layer."""
-        known = self._kinds.get((layer, sinks))
-        if known is None:
-            windowed = self._hybrid and bool(self.token_to_kv_pool.layers_mapping[layer.layer_id][1])
-            known = self._kinds[layer, sinks] = (self._spec(layer, sinks=sinks), windowed)
-        return known
+    def _slots(self, step: Step, windowed: bool, slots: Tensor) -> Tensor:
+        if not windowed:
+            return slots
+        if step.window_slots is None:
+            step.window_slots = self._arrays.window_slots(slots)
+        return step.window_slots[: slots.shape[0]]
 
-    def _spec(self, layer: Any, *, sinks: bool) -> AttentionSpec:
-        return layer_spec(
-            layer,
-            dtype=self._dtype,
-            kv_dtype=self.token_to_kv_pool.dtype,
-            page_size=self._page_size,
-            sinks=sinks,
-        )
+    def _count(self, step: Step, appended: int) -> None:
+        if self.support_triton() and torch.cuda.is_current_stream_capturing():
+            counters().add(CAPTURED)
+            return
+        counters().add(CALLS)
+        counters().add(TOKENS, step.num_tokens)
+        counters().add(APPENDED, appended)
 
-    def _plan(self, step: _Step, kind: _Kind) -> None:
-        attention = self._attention.get(kind)
-        if attention is None:
-            attention = self._attention[kind] = BatchAttention(
-                kind[0],
-                max_requests=self._limits.max_requests,
-                max_tokens=self._limits.max_tokens,
-                max_kv_len=self._limits.max_kv_len,
-                device=self._device,
-            )
-        attention.plan(
-            step.qo_indptr,
-            step.tables[kind[1]],
-            qo_indptr_host=step.qo_indptr,
-            kv_lens_host=step.kv_lens_host,
-        )
-        step.planned.add(kind)
-        counters().add(PLANS)
 
-    def _pages(self, cache: Tensor) -> Tensor:
-        """View [slots, heads, head size] as [pages, page size, heads, head size]."""
-        whole = cache.shape[0] // self._page_size * self._page_size
-        return cache[:whole].view(-1, self._page_size, *cache.shape[1:])
+def _verify_mask(drafts: int, table: Tensor) -> VerifyMask | None:
+    if not drafts:
+        return None
+    requests = table.shape[0]
+    buffer = torch.ones(requests * drafts * drafts, dtype=torch.bool, device=table.device)
+    return VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=requests)
 
 
 def _scales(layer: Any) -> tuple[float, float]:
     k_scale, v_scale = layer.k_scale_float, layer.v_scale_float
     return 1.0 if k_scale is None else float(k_scale), 1.0 if v_scale is None else float(v_scale)
+
+
+def _output(q: Tensor, width: int, forward_batch: Any) -> Tensor:
+    """Return [tokens, width]: what a broken graph of a prefill wants filled, if it fits, or new memory."""
+    given: Tensor | None = getattr(forward_batch, "_attn_output", None)
+    if (
+        given is not None
+        and given.dtype is q.dtype
+        and given.shape[:1] == q.shape[:1]
+        and given.numel() == q.shape[0] * width
+        and given.is_contiguous()
+    ):
+        return given.view(q.shape[0], width)
+    return q.new_empty(q.shape[0], width)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention layers of an SGLang model: their specs, their kernels and the plans that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fi_backend.adapters.vllm.workspace import batch_attention, reserve
+from fi_backend.core.attention import BatchAttention
+from fi_backend.core.counters import PLANS, counters
+from fi_backend.core.prepare import prepare
+from fi_backend.core.support import resolve, unsupported_reason
+from fi_backend.errors import UnsupportedError
+
+from .step import Kind, Step
+from .translate import layer_spec, step_limits
+
+
+class Layers:
+    """Plans steps for the layers of one model runner; layers of one kind share a plan.
+
+    trees: masks of draft trees will come. Raises UnsupportedError for what kernels do not run.
+    """
+
+    def __init__(self, model_runner: Any, layers: Sequence[Any], *, trees: bool) -> None:
+        pool = model_runner.token_to_kv_pool
+        self._mapping = getattr(pool, "layers_mapping", None)
+        self._device = resolve(model_runner.device)
+        self._limits = step_limits(model_runner)
+        self._page_size: int = model_runner.page_size
+        self._common = {
+            "dtype": model_runner.dtype,
+            "kv_dtype": pool.dtype,
+            "page_size": model_runner.page_size,
+            "batch_invariant": bool(
+                getattr(model_runner.server_args, "enable_deterministic_inference", False)
+            ),
+        }
+        self._attention: dict[Kind, BatchAttention] = {}
+        self._kinds: dict[tuple[Any, bool, bool], Kind] = {}
+        self._of_graphs: dict[Any, set[Kind]] = {}
+        specs = dict.fromkeys(layer_spec(layer, **self._common) for layer in layers)
+        for spec in specs:
+            if reason := unsupported_reason(spec, self._device):
+                raise UnsupportedError(reason)
+        masked = [replace(spec, custom_mask=True) for spec in specs] if trees else []
+        prepare(*specs, *masked, device=self._device)
+        for spec in (*specs, *masked):
+            reserve(spec, self._limits, self._device)
+
+    def planned(self, step: Step, layer: Any, *, sinks: bool) -> tuple[BatchAttention, bool]:
+        """Return the attention of a layer, planned for the step, and whether its KV lies in the pool of the
+        windows.
+        """
+        key = (layer, sinks, step.mask is not None)
+        if (kind := self._kinds.get(key)) is None:
+            spec = layer_spec(layer, sinks=sinks, custom_mask=step.mask is not None, **self._common)
+            windowed = self._mapping is not None and bool(self._mapping[layer.layer_id][1])
+            kind = self._kinds[key] = (spec, windowed)
+        if kind not in step.planned:
+            self._plan(step, kind)
+        return self._attention[kind], kind[1]
+
+    def plan_graph(self, step: Step) -> None:
+        """Plan a step that a graph serves, for every kind of layer that its capture met."""
+        for kind in self._of_graphs.get(step.mode, ()):
+            self._plan(step, kind)
+
+    def pages(self, cache: Tensor) -> Tensor:
+        """View [slots, heads, head size] as [pages, page size, heads, head size]."""
+        whole = cache.shape[0] // self._page_size * self._page_size
+        return cache[:whole].view(-1, self._page_size, *cache.shape[1:])
+
+    def _plan(self, step: Step, kind: Kind) -> None:
+        spec, windowed = kind
+        attention = self._attention.get(kind)
+        if attention is None:
+            attention = self._attention[kind] = batch_attention(spec, self._limits, self._device)
+        attention.plan(
+            step.qo_indptr,
+            step.tables[windowed],
+            qo_indptr_host=step.qo_indptr_host,
+            kv_lens_host=step.kv_lens_host,
+            custom_mask=step.mask if spec.custom_mask else None,
+        )
+        step.planned.add(kind)
+        if step.captures:
+            self._of_graphs.setdefault(step.mode, set()).add(kind)
+        counters().add(PLANS)

@@ -24,10 +24,19 @@ from torch import Tensor
 
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.planner import CostModel
+from fi_backend.core.prefix_forest import PrefixForest, shareable
+from fi_backend.core.sharing import SharingLimits
 from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.support import query_tiles
 
 SPLIT_COSTS = CostModel(
-    granule=16, min_chunk=16, alpha=1, beta=(1, 1, 1, 1, 1), part_cost=1, invariant_grid=64
+    granule=16,
+    min_chunk=16,
+    alpha=1,
+    beta=(1, 1, 1, 1, 1),
+    part_cost=1,
+    invariant_grid=64,
+    share_cost=0,
 )
 GUARD_BYTES = 256
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -51,6 +60,9 @@ class Batch:
     seed: int = 0
     device: str = "cpu"
     host_lengths: bool = True  # on CUDA: the host planner; otherwise the device planner
+    # (earlier request, pages) of each request: it begins with so many pages of the other one, full ones.
+    shares: tuple[tuple[int, int], ...] = ()
+    sharing: SharingLimits | None = None  # capacity for them; the step is then planned with its forest
 
 
 @contextmanager
@@ -80,6 +92,9 @@ class EngineState:
         self.q = (self._normal(tokens, spec.num_qo_heads, spec.head_dim) * batch.gain).to(dtype)
         self.k = [self._normal(n, spec.num_kv_heads, spec.head_dim).to(kv_dtype) for n in batch.kv_lens]
         self.v = [self._values(n).to(kv_dtype) for n in batch.kv_lens]
+        for request, (source, pages) in enumerate(batch.shares):
+            for tokens in (self.k, self.v):
+                tokens[request][: pages * spec.page_size] = tokens[source][: pages * spec.page_size]
         self.slopes = torch.rand(spec.num_qo_heads, generator=self.random) * 0.1 if spec.alibi else None
         self.sinks = self._normal(spec.num_qo_heads) * 2 if spec.sinks else None
         self.masks = None
@@ -105,6 +120,8 @@ class EngineState:
         spec, layout, lens = self.batch.spec, self.batch.layout, self.batch.kv_lens
         page_size = 1 if layout.table == "ragged" else spec.page_size
         self.pages, num_pages = choose_pages(layout, lens, page_size, self.random)
+        for request, (source, count) in enumerate(self.batch.shares):
+            self.pages[request][:count] = self.pages[source][:count]
         kv_dtype = getattr(torch, spec.kv_dtype)
         sizes = (num_pages, page_size, spec.num_kv_heads, spec.head_dim, spec.head_dim_v)
         self.k_cache, self.v_cache = kv_caches(layout, kv_dtype, *sizes)
@@ -191,6 +208,17 @@ class EngineState:
         self.gaps = out[:, :pad], lse[:, :pad]
         return out[:, pad:], lse[:, pad:]
 
+    def forest(self) -> PrefixForest:
+        """What the requests share, from their pages."""
+        spec, batch = self.batch.spec, self.batch
+        table = torch.zeros(len(self.pages), max(map(len, self.pages), default=0), dtype=torch.int32)
+        for row, pages in zip(table, self.pages, strict=True):
+            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        q_lens, kv_lens = (torch.tensor(n, dtype=torch.int32) for n in (batch.q_lens, batch.kv_lens))
+        tile = query_tiles(spec, batch.device)[1]
+        share = shareable(q_lens, kv_lens, spec.page_size, spec.group_size, tile)
+        return PrefixForest.from_block_table(table, share, spec.page_size)
+
     def attention(self) -> BatchAttention:
         """A planned BatchAttention over a workspace of garbage."""
         batch = self.batch
@@ -206,6 +234,7 @@ class EngineState:
             "planned_queues": batch.planned_queues,
             "costs": batch.costs,
             "device": batch.device,
+            "sharing": batch.sharing,
         }
         size = BatchAttention(batch.spec, **limits, **options).workspace_size()
         memory = torch.full((size + GUARD_BYTES,), POISON_BYTE, dtype=torch.uint8)
@@ -216,7 +245,9 @@ class EngineState:
         if batch.bound_slack or (batch.device != "cpu" and batch.host_lengths):
             kwargs["qo_indptr_host"] = self.starts
             kwargs["kv_lens_host"] = torch.tensor(bounds, dtype=torch.int32)
-        attn.plan(self.starts.to(batch.device), self.table, **kwargs)
+        if batch.sharing is not None:
+            kwargs["forest"] = self.forest()
+        self.plan = attn.plan(self.starts.to(batch.device), self.table, **kwargs)
         return attn
 
     def run(self, attn: BatchAttention, *, threads: int = 2) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <vector>
 
 #include "../core/variant.h"
@@ -65,6 +66,7 @@ std::string check_coverage(const AttentionParams& p, const PlanHeader& h, const 
   planned.assign(size_t(p.num_requests), 0);
   last_tile.assign(size_t(p.num_requests), 0);
   for (int32_t i = 0; i < h.num_items; ++i) {
+    if (items[i].flags & kPrefix) continue;
     const size_t r = size_t(items[i].request);
     planned[r] = std::max<int64_t>(planned[r], int64_t(items[i].q_begin) + items[i].q_rows);
     last_tile[r] = std::max<int64_t>(last_tile[r], items[i].q_begin);
@@ -85,6 +87,69 @@ std::string check_coverage(const AttentionParams& p, const PlanHeader& h, const 
              ". Call plan() again when query lengths shrink and KV lengths do not, for the batch-invariant "
              "mode "
              "counts partial states when it plans.";
+  }
+  return {};
+}
+
+// The nodes of composed requests hold planned rows and keys: neither may have moved since.
+std::string check_nodes(const AttentionParams& p, const PlanHeader& h) {
+  const LevelParams& level = p.level;
+  const auto* nodes = reinterpret_cast<const PrefixNode*>(p.plan + p.layout.nodes);
+  const auto* units = reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units);
+  const auto* items = reinterpret_cast<const WorkItem*>(p.plan + p.layout.items);
+  for (int32_t i = 0; i < h.num_nodes; ++i) {
+    const int32_t r = nodes[i].request;
+    const int64_t entries = level.row_end[r] - level.row_begin[r];
+    const int64_t held = (entries + level.index_step - 1) / level.index_step * level.page_size;
+    if (std::min<int64_t>(level.kv_lens[r], held) < nodes[i].kv_end)
+      return "kv_lens[" + str(r) + "]: expected at least the " + str(nodes[i].kv_end) +
+             " tokens of the planned prefix; got " + str(level.kv_lens[r]) + " in a row of " + str(held) +
+             ". Call plan() again when shared pages go.";
+  }
+  for (int32_t i = 0; i < h.num_units; ++i) {
+    const int32_t r = units[i].request;
+    if (units[i].token >= 0 && p.qo_indptr[r + 1] > p.qo_indptr[r] && p.qo_indptr[r] != units[i].token)
+      return "qo_indptr[" + str(r) + "]: expected " + str(units[i].token) +
+             ", as planned, since the request shares a prefix; got " + str(p.qo_indptr[r]) +
+             ". Call plan() again when query lengths change.";
+  }
+  for (int32_t i = 0; h.num_nodes > 0 && i < h.num_items; ++i) {
+    if (!(items[i].flags & kSuffix)) continue;
+    const int32_t r = items[i].request, q_len = p.qo_indptr[r + 1] - p.qo_indptr[r];
+    if (q_len > 0 && level.kv_lens[r] - q_len < items[i].kv_begin)
+      return "kv_lens[" + str(r) + "]: expected the " + str(items[i].kv_begin) +
+             " tokens of its planned prefix before its " + str(q_len) + " queries; got " +
+             str(level.kv_lens[r]) + ". Call plan() again when a length falls below what is shared.";
+  }
+  return {};
+}
+
+int64_t page_of(const LevelParams& level, int32_t request, int64_t page) {
+  const int64_t row = level.row_begin[request];
+  return level.indices ? level.indices[row + page * level.index_step] / level.index_divisor : row + page;
+}
+
+// Whether the members of a node still have its pages.
+std::string check_shared_pages(const AttentionParams& p, const PlanHeader& h) {
+  const auto* nodes = reinterpret_cast<const PrefixNode*>(p.plan + p.layout.nodes);
+  const auto* units = reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units);
+  const auto* tokens = reinterpret_cast<const int32_t*>(p.plan + p.layout.node_tokens);
+  std::map<int32_t, int32_t> request_at;  // by first query token
+  for (int32_t i = 0; i < h.num_units; ++i) {
+    const int32_t r = units[i].request;
+    if (units[i].token >= 0 && p.qo_indptr[r + 1] > p.qo_indptr[r]) request_at[units[i].token] = r;
+  }
+  for (int32_t i = 0; i < h.num_nodes; ++i) {
+    const PrefixNode& n = nodes[i];
+    for (int32_t k = n.tokens_begin; k < n.tokens_begin + n.num_tokens; ++k) {
+      const auto at = request_at.find(tokens[k]);
+      if (at == request_at.end()) continue;
+      for (int64_t page = 0; page * p.level.page_size < n.kv_end; ++page)
+        if (page_of(p.level, at->second, page) != page_of(p.level, n.request, page))
+          return "page table: expected request " + str(at->second) + " to share its first " + str(n.kv_end) +
+                 " tokens with request " + str(n.request) + ", as planned; got another page at position " +
+                 str(page) + ". Plan with the forest of this page table.";
+    }
   }
   return {};
 }
@@ -122,7 +187,9 @@ std::string find_error(const AttentionParams& p, int64_t num_tokens, bool check_
   std::string error = check_plan(p, header);
   if (error.empty()) error = check_lengths(p, header, bounds, num_tokens);
   if (error.empty()) error = check_coverage(p, header, bounds);
+  if (error.empty()) error = check_nodes(p, header);
   if (error.empty() && check_pages) error = check_page_ids(p);
+  if (error.empty() && check_pages) error = check_shared_pages(p, header);
   return error;
 }
 

@@ -4,24 +4,20 @@
 #include <algorithm>
 #include <atomic>
 
-#include "../core/params.h"
-#include "../core/variant.h"
 #include "amx_few_rows.h"
 #include "amx_tile.h"
+#include "item_rows.h"
 #include "prefetch.h"
 #include "softmax.h"
 #include "vector_tile.h"
 
 namespace fi::cpu {
 
-// Row slots of one head when an item is run for several heads at once.
-inline constexpr int kSlotRows = 16;
-
 // Floats of an output row: whole groups of the engine's columns.
 inline constexpr int pad_columns(int dim) { return (dim + 31) / 32 * 32; }
 
 template <class Q, class KV, class Variant>
-class Executor {
+class Executor : private ItemRows {
  public:
   // Heads that run_tickets() can take at once: a state has 16 row slots for each of them.
   static constexpr int kMaxHeads = kMaxQueryTile / kSlotRows;
@@ -57,9 +53,12 @@ class Executor {
   // Tickets of one item: KV heads [kv_head, kv_head + heads), heads <= kMaxHeads.
   void run_tickets(int32_t item_index, int32_t kv_head, int32_t heads) {
     item_ = reinterpret_cast<const WorkItem*>(p_->plan + p_->layout.items) + item_index;
-    locate(item_->request, item_->q_begin, item_->q_rows);
-    const int32_t together = rows_ <= kSlotRows && has_matrix_unit() ? heads : 1;
-    for (int32_t h = 0; h < heads; h += together) run_heads(kv_head + h, together);
+    locate_item();
+    const int32_t together = few_rows() ? heads : 1;
+    for (int32_t h = 0; h < heads; h += together) {
+      if (h > 0 && item_->unit >= 0) locate_item();  // merging has left the item's rows
+      run_heads(kv_head + h, together);
+    }
   }
 
  private:
@@ -82,6 +81,13 @@ class Executor {
 #endif
   }
 
+  void locate_item() {
+    if (item_->flags & kPrefix)
+      locate_node(*item_);
+    else
+      locate_request<Variant>(item_->request, item_->q_begin, item_->q_rows);
+  }
+
   void run_heads(int32_t kv_head, int32_t heads) {
     kv_head_ = kv_head;
     heads_ = heads;
@@ -102,42 +108,8 @@ class Executor {
         }
       }
     }
-    if (item_->unit >= 0)
-      for (int h = 0; h < heads; ++h) arrive(kv_head + h);
-  }
-
-  // Calls f(slot, row) for every row of every head. Rows of one head alone fill the slots one by one.
-  template <class F>
-  void for_slots(F f) const {
-    for (int h = 0; h < heads_; ++h)
-      for (int r = 0; r < rows_; ++r) f(h * kSlotRows + r, r);
-  }
-
-  int32_t kv_head_of(int slot) const { return kv_head_ + (heads_ > 1 ? slot / kSlotRows : 0); }
-  int32_t qo_head_of(int slot, int row) const { return kv_head_of(slot) * p_->group + head_in_group_[row]; }
-  float logit_scale_of(int slot) const {
-    return p_->scale * (p_->k_scale ? p_->k_scale[kv_head_of(slot) * p_->k_scale_stride] : 1.0f);
-  }
-
-  // Which rows exist, and which keys they may see: from the exact lengths, not from the plan's bounds.
-  void locate(int32_t request, int32_t q_begin, int32_t q_rows) {
-    const LevelParams& level = p_->level;
-    request_ = request;
-    token0_ = p_->qo_indptr[request];
-    const int64_t q_len = int64_t(p_->qo_indptr[request + 1]) - token0_;
-    const int64_t capacity = row_capacity(level, request);
-    kv_len_ = int32_t(std::min<int64_t>(level.kv_lens[request], capacity));
-    q_pos0_ = int32_t(kv_len_ - q_len);
-    rows_ = int32_t(std::clamp<int64_t>(q_len * p_->group - q_begin, 0, q_rows));
-    keys_ = {kv_len_, 0};
-    for (int r = 0; r < rows_; ++r) {
-      token_[r] = (q_begin + r) / p_->group;
-      head_in_group_[r] = (q_begin + r) % p_->group;
-      row_keys_[r] = Variant::visible_keys(*p_, q_pos0_ + token_[r], kv_len_);
-      if (row_keys_[r].begin >= row_keys_[r].end) continue;
-      keys_.begin = std::min(keys_.begin, row_keys_[r].begin);
-      keys_.end = std::max(keys_.end, row_keys_[r].end);
-    }
+    if (item_->unit < 0) return;
+    for (int h = 0; h < heads; ++h) for_units([&](int32_t unit) { arrive(unit, kv_head + h); });
   }
 
   // The engine that multiplies: the matrix unit where there is one, else vectors.
@@ -246,24 +218,15 @@ class Executor {
     for (int d = 0; d < o_stride_; d += kLanes) store(o + d, load(o + d) / softmax_[slot].sum + 0.0f);
   }
 
+  bool visible_keys(uint64_t* visible, int slot, int32_t tile, const Tokens<KV>& tokens) const {
+    return this->template find_visible<Variant>(visible, slot, tile, tokens.begin, tokens.end);
+  }
+
   void locate_tile(Tokens<KV>& tokens, int64_t tile) const {
     tokens.begin = tokens.end = 0;
     if (tile >= last_) return;
     const int64_t low = std::max<int64_t>(first_ - tile, 0), high = std::min<int64_t>(last_ - tile, kKeyTile);
     locate_tokens(*p_, request_, kv_head_, int32_t(tile), {int32_t(low), int32_t(high)}, tokens);
-  }
-
-  // Which keys of a tile the rows of `slot` .. see. Returns whether all see all of them.
-  bool find_visible(uint64_t* visible, int slot, int32_t tile, const Tokens<KV>& tokens) const {
-    const int begin = tokens.begin, end = tokens.end;
-    const uint64_t all = bit_range(begin, end);
-    for (int r = 0; r < rows_; ++r)
-      visible[r] = bit_range(std::clamp(row_keys_[r].begin - tile, begin, end),
-                             std::clamp(row_keys_[r].end - tile, begin, end));
-    if (Variant::has_mask(*p_)) apply_mask(visible, slot, tile);
-    bool uniform = true;
-    for (int r = 0; r < rows_; ++r) uniform = uniform && visible[r] == all;
-    return uniform;
   }
 
 #if defined(FI_AMX)
@@ -285,7 +248,7 @@ class Executor {
       };
       const auto soften_step = [&](Step& step) {
         const int slot = step.head * kSlotRows;
-        step.uniform = find_visible(step.visible, slot, int32_t(step.tile), tokens_[step.now]);
+        step.uniform = visible_keys(step.visible, slot, int32_t(step.tile), tokens_[step.now]);
         engine.take_scores(s_);
         this->template soften_rows<AmxFewRows<KV>>(slot, 0, rows_, int32_t(step.tile), step.visible, s_,
                                                    ahead);
@@ -336,7 +299,7 @@ class Executor {
   // The keys of one tile, those that some row may see; asks for the memory of the `next` one meanwhile.
   template <class Engine>
   void attend_tile(Engine& engine, int32_t tile, const Tokens<KV>& tokens, const Tokens<KV>& next) {
-    const bool uniform = find_visible(visible_, 0, tile, tokens);
+    const bool uniform = visible_keys(visible_, 0, tile, tokens);
     Prefetcher<KV> ahead(next, p_->head_dim, p_->head_dim_v, engine.steps(rows_));
     engine.set_keys(tokens.k, tokens.begin, tokens.end, ahead);
     constexpr int kBlock = Engine::kRowBlock;
@@ -371,22 +334,6 @@ class Executor {
     });
   }
 
-  void apply_mask(uint64_t* visible, int slot, int32_t tile) const {
-    for (int r = 0; r < rows_; ++r) {
-      if (!Variant::kMaskPerHead && r > 0 && token_[r] == token_[r - 1]) {
-        visible[r] = visible[r - 1];
-        continue;
-      }
-      LogitIndex index{request_, token_[r], q_pos0_ + token_[r], 0, qo_head_of(slot, r), kv_head_of(slot)};
-      uint64_t kept = 0;
-      for (uint64_t bits = visible[r]; bits; bits &= bits - 1) {
-        index.kv_pos = tile + __builtin_ctzll(bits);
-        if (Variant::logits_mask(*p_, index)) kept |= bits & -bits;
-      }
-      visible[r] = kept;
-    }
-  }
-
   // Whether dot products have only to be scaled. A negative scale turns their order around.
   bool is_plain(int slot) const { return !Variant::has_transform(*p_) && logit_scale_of(slot) > 0.0f; }
 
@@ -398,9 +345,8 @@ class Executor {
     const float unit = plain ? scale * kLog2E : kLog2E;
     for (int i = 0; i < count; ++i) {
       if (!plain) {
-        const LogitIndex index{
-            request_,        token_[row + i], q_pos0_ + token_[row + i], tile, qo_head_of(slot + i, row + i),
-            kv_head_of(slot)};
+        LogitIndex index = index_of(slot + i, row + i);
+        index.kv_pos = tile;
         transform_row<Variant>(*p_, index, scale, s + i * kKeyTile);
       }
       alpha_[slot + i] = raise_max(s + i * kKeyTile, visible[i], unit, softmax_[slot + i]);
@@ -441,15 +387,22 @@ class Executor {
     }
   }
 
+  // Calls f(unit) for every merge unit that the item reports to.
+  template <class F>
+  void for_units(F f) const {
+    if (!(item_->flags & kPrefix)) return f(item_->unit);
+    const auto* list = reinterpret_cast<const int32_t*>(p_->plan + p_->layout.reports) + item_->unit;
+    for (int32_t i = 1; i <= list[0]; ++i) f(list[i]);
+  }
+
   // The last item of a merge unit folds the unit's parts in the plan's order.
-  void arrive(int32_t kv_head) {
-    const int32_t index = item_->unit;
+  void arrive(int32_t index, int32_t kv_head) {
     const MergeUnit& unit = reinterpret_cast<const MergeUnit*>(p_->plan + p_->layout.units)[index];
     std::atomic_ref<int32_t> arrivals(
         p_->counters[kArrivals + int64_t(index) * header_->num_kv_heads + kv_head]);
     if (arrivals.fetch_add(1, std::memory_order_acq_rel) + 1 != unit.num_items) return;
     arrivals.store(0, std::memory_order_relaxed);
-    locate(unit.request, unit.q_begin, unit.q_rows);
+    locate_request<Variant>(unit.request, unit.q_begin, unit.q_rows);
     kv_head_ = kv_head;
     heads_ = 1;
     clear_fold();
@@ -465,7 +418,6 @@ class Executor {
     emit(-1, fold_, fold_lse_);
   }
 
-  const AttentionParams* p_ = nullptr;
   const PlanHeader* header_ = nullptr;
   const WorkItem* item_ = nullptr;
   Arena arena_;
@@ -477,15 +429,8 @@ class Executor {
   AmxFewRows<KV> few_rows_;
 #endif
 
-  int32_t request_ = 0, kv_head_ = 0, heads_ = 1, rows_ = 0, kv_len_ = 0, q_pos0_ = 0;
-  int64_t token0_ = 0;
-  KeyRange keys_{};               // hull of what the rows may see
-  int32_t first_ = 0, last_ = 0;  // of these, the part that attend() is at
-  // By row.
-  int32_t token_[kMaxQueryTile];  // of the request
-  int32_t head_in_group_[kMaxQueryTile];
-  KeyRange row_keys_[kMaxQueryTile];
-  uint64_t visible_[kMaxQueryTile];  // of the current tile
+  int32_t first_ = 0, last_ = 0;     // of keys_, the part that attend() is at
+  uint64_t visible_[kMaxQueryTile];  // by row, of the current tile
   // By slot.
   RunningSoftmax softmax_[kMaxQueryTile];
   float alpha_[kMaxQueryTile];

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from attention_batch import SPLIT_COSTS, Batch
 from engine_memory import Layout
 from hypothesis import strategies as st
 
+from fi_backend.core.sharing import SharingLimits
 from fi_backend.core.spec import AttentionSpec
 
 PAGE_SIZES = (1, 3, 8, 16, 48, 64, 128, 512)
@@ -88,4 +91,46 @@ def batches(draw: st.DrawFn, dtype: str, kv_dtype: str) -> Batch:
         planned_queues=draw(st.booleans()),
         costs=costs,
         seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+ROOMY = SharingLimits(max_nodes=16, max_levels=8, max_tokens=600)
+
+
+@st.composite
+def shared_batches(draw: st.DrawFn, dtype: str, kv_dtype: str) -> Batch:
+    """Requests that begin with pages of earlier ones, in a batch of otherwise any kind."""
+    batch = draw(batches(dtype, kv_dtype))
+    spec = batch.spec
+    if draw(st.integers(0, 5)):  # what is never composed, now and then
+        spec = replace(spec, window_left=-1, alibi=False, custom_mask=False, batch_invariant=False)
+    if batch.layout.table == "ragged":
+        batch = replace(batch, layout=replace(batch.layout, table="block"))
+    requests = draw(st.integers(2, 7))
+    budget = max(
+        2, 3 * WORK // (spec.num_qo_heads * (spec.head_dim + 2 * spec.head_dim_v + 64) * requests * 2)
+    )
+    longest = min(900, budget)
+    q_lens, kv_lens, shares = [], [], []
+    for r in range(requests):
+        q_len = min(draw(st.one_of(st.just(1), st.just(1), st.integers(0, 6), st.integers(0, 40))), longest)
+        source = draw(st.integers(0, max(0, r - 1)))
+        most = kv_lens[source] // spec.page_size if r else 0
+        pages = draw(st.one_of(st.just(most), st.integers(0, most)))
+        own = draw(st.one_of(st.integers(q_len, q_len + 70), st.integers(0, longest)))
+        q_lens.append(q_len)
+        kv_lens.append(pages * spec.page_size + own)
+        shares.append((source, pages))
+    costs = draw(st.sampled_from((SPLIT_COSTS, SPLIT_COSTS, None)))
+    limits = st.builds(SharingLimits, st.integers(1, 3), st.integers(1, 2), st.integers(1, 9))
+    return replace(
+        batch,
+        spec=spec,
+        q_lens=tuple(q_lens),
+        kv_lens=tuple(kv_lens),
+        shares=tuple(shares),
+        sharing=draw(st.one_of(st.just(ROOMY), st.just(ROOMY), limits)),
+        bound_slack=(),
+        costs=costs,
+        num_ctas=draw(st.sampled_from((1, 2, 16))),
     )

@@ -3,7 +3,7 @@
 # Runs the tests that need a CUDA device, each group in a process of its own, so that a kernel that hangs
 # costs one group and not the run.
 #
-#   scripts/gpu_tests.sh [all|tests|faults|others|sanitizer|memcheck|racecheck]
+#   scripts/gpu_tests.sh [all|tests|prefixes|faults|others|sanitizer|memcheck|racecheck]
 #
 # PYTHON: the interpreter (default python3). PYTEST_ARGS: for pytest. LIMIT: seconds a group may take
 # (default 180). Exits with 1 if any group failed.
@@ -49,6 +49,11 @@ all | tests)
     tests attention tests/gpu/test_cuda_attention.py tests/gpu/test_cuda_attention_values.py
     tests steps tests/gpu/test_cuda_attention_bits.py tests/gpu/test_cuda_attention_graphs.py \
         tests/gpu/test_cuda_attention_calls.py tests/gpu/test_cuda_attention_sanitizer.py
+    ;;
+esac
+case $what in
+all | prefixes)
+    tests prefixes tests/gpu/test_cuda_attention_prefix.py tests/gpu/test_cuda_attention_prefix_steps.py
     ;;
 esac
 case $what in

@@ -15,6 +15,8 @@ from engine_memory import Layout
 from gpu_batches import batch
 from gpu_device import device, int32, only_on_cuda, starts_of
 from gpu_specs import spec
+from shared_cases import Branch
+from shared_serving import SharedServing, shared_case
 
 from fi_backend.core.append import append_kv
 from fi_backend.core.attention import BatchAttention
@@ -49,6 +51,16 @@ BATCHES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+PREFIXES: dict[str, tuple[str, list[Branch], int, dict[str, Any]]] = {
+    # module, branches of the requests, CTAs, options
+    "one prefix": ("128", [(0,)] * 6, 6, {}),
+    "one prefix, one CTA": ("64", [(0,)] * 70, 1, {}),
+    "two levels": ("64", [(0, 0), (0, 1), (0, 0), (1,), (0, 1), (1,)], 6, {"page_size": 1}),
+    "wide heads": ("256", [(0,)] * 5, 6, {}),
+    "fp8": ("e4m3 128", [(0,)] * 3 + [(0, 0)] * 2, 6, {"sinks": True}),
+}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def few_modules(needs_a_cuda_device: None) -> None:
     """Only what this file loads."""
@@ -59,6 +71,21 @@ def few_modules(needs_a_cuda_device: None) -> None:
 def test_sanitizer_batch(kind: str) -> None:
     module, fields = BATCHES[kind]
     check(batch(spec=spec(module, 4, 2), **({"num_ctas": 6} | fields)), oracle_device="cpu")
+
+
+@pytest.mark.parametrize("kind", PREFIXES)
+def test_sanitizer_shared_prefixes(kind: str) -> None:
+    module, paths, num_ctas, options = PREFIXES[kind]
+    layer = spec(module, 4, 2, **options)
+    q_lens = [1 + n % 3 % 2 for n in range(len(paths))]
+    case = shared_case(layer, paths, {(0,): 128, (1,): 80, (0, 0): 48, (0, 1): 32}, q_lens, [9] * len(paths))
+    engine = SharedServing(layer, [case])
+    attn = engine.attention(num_ctas=num_ctas)
+    engine.fill(case)
+    assert engine.plan(attn, case).header["num_nodes"] > 0
+    engine.run(attn)
+    engine.check(case, engine.results())
+    assert not counters(attn).any()
 
 
 def test_sanitizer_append() -> None:
@@ -94,3 +121,28 @@ def test_sanitizer_faulty_tables_and_lengths() -> None:
         assert (out[0] == 0).all()
         assert out[1].isnan().all() == (end == 5)
         assert counters(attn)[1] == (1 if kv_len == 64 and end == 5 else 2)
+
+
+def test_sanitizer_faulty_prefixes() -> None:
+    """The same where several requests depend on a row: of the table, of the lengths, of q."""
+    only_on_cuda()
+    layer = spec("64", 4, 2)
+    case = shared_case(layer, [(0,)] * 5, {(0,): 64}, [1] * 5, [9] * 5)
+    engine = SharedServing(layer, [case])
+    attn = engine.attention(num_ctas=4)
+    for tensor, at, value in (
+        (engine.blocks, (0, 1), 10**6),
+        (engine.blocks, (0, 1), -1),
+        (engine.kv_lens, 0, 2**31 - 1),
+        (engine.kv_lens, 0, 20),
+        (engine.kv_lens, 2, 20),
+        (engine.starts, 5, 9),
+        (engine.starts, 1, 0),
+    ):
+        engine.fill(case)
+        assert engine.plan(attn, case).header["num_nodes"] == 1
+        tensor[at] = value
+        engine.run(attn)
+        out, _ = engine.results()
+        assert out.isnan().any()
+        assert counters(attn)[1] == (1 if tensor is engine.blocks else 2)

@@ -28,10 +28,12 @@ ROWS = (3, 1, 4)
 class Engine:
     """Requests that grow step by step, with slots given out at random, page by page."""
 
-    def __init__(self, shape: Shape, *, sinks: bool = False, scale: float | None = None) -> None:
+    def __init__(
+        self, shape: Shape, *, sinks: bool = False, scale: float | None = None, **server: Any
+    ) -> None:
         self.shape = shape
         self.random = torch.Generator().manual_seed(7)
-        self.runner = make_runner(shape)
+        self.runner = make_runner(shape, **server)
         self.layers = list(self.runner.model)
         for layer in self.layers:
             layer.k_scale_float = scale
@@ -82,21 +84,33 @@ class Engine:
             spec_info=None,
         )
 
-    def check_layer(self, layer: Any, batch: SimpleNamespace, *, save: bool = True) -> None:
-        """Run one layer, through the engine's own dispatch, and compare it with the oracle."""
+    def check_layer(
+        self, layer: Any, batch: SimpleNamespace, *, save: bool = True, masks: Any = None
+    ) -> None:
+        """Run one layer, through the engine's own dispatch, and compare it with the oracle.
+
+        masks: of the queries of each request among themselves.
+        """
         shape, tokens = self.shape, sum(self.new)
         q = self.normal(tokens, shape.heads * shape.head_dim)
         k = self.normal(tokens, shape.kv_heads, shape.head_dim)
         v = self.normal(tokens, shape.kv_heads, shape.head_dim_v)
-        options = {} if self.sinks is None else {"sinks": self.sinks.bfloat16()}
         given = (k.clone(), v.clone()) if save else (None, None)
-        out = self.backend.forward(q, *given, layer, batch, save_kv_cache=save, **options)
+        out = self.backend.forward(q, *given, layer, batch, save_kv_cache=save, **self.options)
         assert out.shape == (tokens, shape.heads * shape.head_dim_v)
-        start = 0
-        for request, new in zip(self.active, self.new, strict=True):
+        self.compare(layer, q, k if save else None, v if save else None, out, masks=masks)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {} if self.sinks is None else {"sinks": self.sinks.bfloat16()}
+
+    def compare(self, layer: Any, q: Any, k: Any, v: Any, out: Any, *, masks: Any = None) -> None:
+        """Compare the rows of the active requests, which come first, with the oracle."""
+        shape, start = self.shape, 0
+        for index, (request, new) in enumerate(zip(self.active, self.new, strict=True)):
             part = slice(start, start + new)
             start += new
-            if save:
+            if k is not None:
                 self.remember(layer, request, k[part], v[part])
             keys, values = self.stored[layer.layer_id, request]
             rule = {
@@ -105,6 +119,9 @@ class Engine:
                 "soft_cap": shape.cap,
                 "sinks": None if self.sinks is None else self.sinks.bfloat16(),
             }
+            if masks is not None:
+                rule["mask"] = torch.ones(new, keys.shape[0], dtype=torch.bool)
+                rule["mask"][:, keys.shape[0] - new :] = masks[index]
             query = q[part].view(new, shape.heads, shape.head_dim)
             expected, _ = attention(query, keys, values, **rule)
             amplitude, _ = attention(query, keys, values.abs(), **rule)

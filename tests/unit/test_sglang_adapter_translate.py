@@ -121,7 +121,7 @@ def test_steps_that_do_not_fit_their_mode_are_refused() -> None:
 
 def test_drafts_that_branch_are_refused() -> None:
     refuse_draft(1)
-    with pytest.raises(UnsupportedError, match="speculative_eagle_topk=4: .*speculative-draft-attention"):
+    with pytest.raises(UnsupportedError, match=r"speculative_eagle_topk=4: .*speculative-draft-attention"):
         refuse_draft(4)
 
 

@@ -73,6 +73,7 @@ class StepArrays:
         self._table = table
         self._page_size = page_size
         self._translate = translate
+        self._on_device = table.is_cuda
         self._uniform = lru_cache(maxsize=8)(self._make_uniform)
 
     def buffers(self, requests: int, tokens: int) -> GraphBuffers:
@@ -155,7 +156,7 @@ class StepArrays:
             uniform = self._uniform(lengths.width, self._table.device)[: requests + 1]
             return uniform if buffers is None else buffers.qo_indptr[: requests + 1].copy_(uniform)
         assert lengths.q_lens is not None, "lengths that differ come with the step"
-        if buffers is None and lengths.q_lens_host is not None and not self._table.is_cuda:
+        if buffers is None and lengths.q_lens_host is not None and not self._on_device:
             return indptr(lengths.q_lens_host)
         starts = (
             torch.zeros(requests + 1, dtype=torch.int32, device=self._table.device)
@@ -169,7 +170,7 @@ class StepArrays:
         self, forward_batch: Any, lengths: Lengths, qo_indptr: Tensor, kv_lens: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the host's (qo_indptr, kv_lens), or None for both where the device must plan."""
-        if not self._table.is_cuda:
+        if not self._on_device:
             return qo_indptr, kv_lens
         requests, known = kv_lens.shape[0], forward_batch.seq_lens_cpu
         if known is None:

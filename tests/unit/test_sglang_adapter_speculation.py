@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculation under SGLang: trees that are verified, chains of drafts, lengths that only a GPU knows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang_cpu import Shape
+
+pytest.importorskip("sglang", reason="SGLang is not installed")
+
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative import draft_utils
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
+from sglang_graph import Graph
+from sglang_step import Engine
+
+from fi_backend.adapters.sglang import compat
+from fi_backend.adapters.sglang.backend import FiAttnBackend
+from fi_backend.adapters.sglang.draft import FiDraftBackend
+from fi_backend.errors import UnsupportedError
+
+DRAFTS = 5
+SERVER = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_draft_tokens": DRAFTS,
+    "speculative_eagle_topk": 3,
+}
+SHAPES = {
+    "plain": Shape(),
+    "page 16, window, cap": Shape(page_size=16, windows=(30, -1), cap=3.0),
+    "hybrid pool": Shape(windows=(20, -1), hybrid=True),
+}
+LAYOUTS = ("the back end's buffer", "drafts alone", "all keys")
+
+
+def engine_of(shape: Shape, **server: Any) -> Engine:
+    engine = Engine(shape, **{**SERVER, **server})
+    batch = engine.step(ForwardMode.EXTEND, (5, 70, 33))
+    engine.backend.init_forward_metadata(batch)
+    for layer in engine.layers:
+        engine.check_layer(layer, batch)
+    return engine
+
+
+def verification(engine: Engine, active: tuple[int, ...], layout: str) -> tuple[Any, torch.Tensor]:
+    """A step that verifies random trees, in SGLang's words, and the trees."""
+    batch = engine.step(ForwardMode.TARGET_VERIFY, tuple(DRAFTS * n for n in active))
+    batch.seq_lens = batch.seq_lens - DRAFTS
+    batch.seq_lens_cpu = batch.seq_lens.clone()
+    trees = (torch.rand(len(engine.active), DRAFTS, DRAFTS, generator=engine.random) < 0.5).tril_()
+    trees.diagonal(dim1=1, dim2=2).fill_(True)
+    if layout == "all keys":
+        prefixes = [torch.ones(DRAFTS, n, dtype=torch.bool) for n in batch.seq_lens.tolist()]
+        full = [torch.cat(pair, 1).reshape(-1) for pair in zip(prefixes, trees, strict=True)]
+        mask = torch.cat(full)
+    else:
+        mask = trees.reshape(-1).clone()
+    if layout == "the back end's buffer":
+        held = engine.backend.verify_mask
+        assert held.mode == TreeMaskMode.QLEN_ONLY
+        assert held.fits(len(trees))
+        held.buffer.fill_(True)
+        held.buffer[: mask.numel()] = mask
+        mask = held.buffer
+    batch.spec_info = SimpleNamespace(custom_mask=mask, draft_token_num=DRAFTS, topk=3)
+    batch.extend_seq_lens = batch.extend_seq_lens_cpu = None
+    return batch, trees
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trees_against_the_oracle(name: str, layout: str) -> None:
+    engine = engine_of(SHAPES[name])
+    for active in ((1, 1, 1), (1, 0, 1)):
+        batch, trees = verification(engine, active, layout)
+        engine.backend.init_forward_metadata(batch)
+        for layer in engine.layers:
+            engine.check_layer(layer, batch, masks=trees)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_graphs_verify_trees(name: str, layout: str) -> None:
+    engine = engine_of(SHAPES[name])
+    unknown = SimpleNamespace(custom_mask=torch.zeros(1), draft_token_num=DRAFTS, topk=3)
+    graph = Graph(engine, ForwardMode.TARGET_VERIFY, requests=4, width=DRAFTS, spec_info=unknown)
+    for active in ((1, 1, 1), (1, 0, 1), (1, 1, 1)):
+        batch, trees = verification(engine, active, layout)
+        graph.replay(batch, masks=trees)
+
+
+def test_a_chain_needs_no_mask() -> None:
+    engine = engine_of(Shape(), speculative_eagle_topk=1)
+    batch, _ = verification(engine, (1, 1, 1), "drafts alone")
+    batch.spec_info.topk = 1
+    engine.backend.init_forward_metadata(batch)
+    assert engine.backend._step.mask is None
+    for layer in engine.layers:
+        engine.check_layer(layer, batch)
+
+
+def test_masks_that_come_after_the_plan() -> None:
+    """SGLang may plan beside the drafts and says afterwards that their masks are there."""
+    engine = engine_of(Shape())
+    batch, trees = verification(engine, (1, 1, 1), "the back end's buffer")
+    late = batch.spec_info.custom_mask.clone()
+    batch.spec_info.custom_mask.fill_(True)
+    engine.backend.init_forward_metadata(batch)
+    batch.spec_info.custom_mask.copy_(late)
+    engine.backend.update_verify_buffers_to_fill_after_draft(batch.spec_info, None)
+    engine.check_layer(engine.layers[0], batch, masks=trees)
+
+
+def test_without_speculation_there_is_no_buffer() -> None:
+    assert Engine(Shape()).backend.verify_mask is None
+
+
+def test_lengths_that_the_host_does_not_know() -> None:
+    engine = engine_of(SHAPES["hybrid pool"])
+    engine.backend._arrays._on_device = True
+    for mode, known in ((ForwardMode.DECODE, False), (ForwardMode.DECODE, True), (ForwardMode.MIXED, True)):
+        batch = engine.step(mode, (1, 1, 1))
+        if not known:
+            batch.seq_lens_cpu = None
+        engine.backend.init_forward_metadata(batch)
+        step = engine.backend._step
+        assert (step.kv_lens_host is not None, step.qo_indptr_host is not None) == (known, known)
+        for layer in engine.layers:
+            engine.check_layer(layer, batch)
+    graph = Graph(engine, ForwardMode.DECODE)
+    batch = engine.step(ForwardMode.DECODE, (1, 1, 1))
+    batch.seq_lens_cpu = None
+    graph.replay(batch)
+
+
+def drafts(engine: Engine, **changes: Any) -> FiDraftBackend:
+    factory = SimpleNamespace(topk=1, speculative_num_steps=4)
+    vars(factory).update(changes)
+    return FiDraftBackend(engine.runner, factory)
+
+
+def test_a_chain_of_drafts() -> None:
+    """Each step reads one token more than seq_lens says: what the steps before it appended."""
+    engine = engine_of(SHAPES["page 16, window, cap"])
+    chain = drafts(engine)
+    assert len(chain.attn_backends) == 3
+    batches = [engine.step(ForwardMode.DECODE, (1, 1, 1)) for _ in range(3)]
+    first = batches[0]
+    first.seq_lens = first.seq_lens - 1
+    first.seq_lens_cpu = first.seq_lens.clone()
+    first.spec_info = SimpleNamespace()
+    slots = [batch.out_cache_loc for batch in batches]
+    chain.init_forward_metadata(first)
+    for backend, own in zip(chain.attn_backends, slots, strict=True):
+        first.out_cache_loc = own
+        engine.backend = backend
+        for layer in engine.layers:
+            engine.check_layer(layer, first)
+
+
+def test_drafts_that_branch_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="speculative_eagle_topk=2"):
+        drafts(engine_of(Shape()), topk=2)
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_sglang_makes_the_back_ends_of_drafts(monkeypatch: pytest.MonkeyPatch, decodes: bool) -> None:
+    runner = engine_of(Shape()).runner
+    runner.draft_attention_backend = "fi"
+    factory = draft_utils.DraftBackendFactory.__new__(draft_utils.DraftBackendFactory)
+    vars(factory).update(
+        draft_model_runner=runner,
+        draft_attn_backend="fi",
+        topk=1,
+        speculative_num_steps=3,
+        server_args=runner.server_args,
+    )
+    if hasattr(draft_utils, "attention_backends"):
+        monkeypatch.setattr(draft_utils, "attention_backends", lambda: ("triton", "triton"))
+    known = factory._create_triton_decode_backend if decodes else factory._create_triton_prefill_backend
+    made = compat._with_drafts(
+        draft_utils.DraftBackendFactory._create_backend,
+        factory,
+        "decode_attention_backend",
+        {"triton": known},
+        "EAGLE is not supported in decode attention backend {backend_type}",
+    )
+    assert type(made) is (FiDraftBackend if decodes else FiAttnBackend)

@@ -34,6 +34,8 @@ def main() -> None:
         "VLLM_NO_USAGE_STATS": "1",
         # FlashInfer's sampler is compiled on first use, which takes minutes.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # An engine that is unpacked has no versions that SGLang could compare.
+        "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
     }
     for name, value in settings.items():
         print(f"export {name}={shlex.quote(value)}")

@@ -30,6 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="",
         help="of the configurations on a GPU, only those whose name contains one of these texts, parted by ;",
     )
+    parser.addoption("--sglang-runs", default="", help="the same for SGLang")
+    parser.addoption(
+        "--sglang-limit", default="240", help="seconds after which an engine of SGLang is killed"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -3,27 +3,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import copy_questions
-from sglang_cpu import SETTINGS, STUBS
+from sglang_cpu import SETTINGS
+from sglang_engines import EngineError, run_engines
 
-from fi_backend import env
-from fi_backend.core.counters import read_stats, total
 from models import copy_llama
 
 sglang = pytest.importorskip("sglang", reason="SGLang is not installed")
 
 pytestmark = pytest.mark.engine
 
-HERE = Path(__file__).parent
 LAYERS, ANSWER, CHUNK = 2, 24, 768
 CONTEXTS = (60, 500, 1000, 4000, 8000)
 SHORT = (60, 333, 1500)
@@ -47,49 +41,6 @@ SHORT_RUNS: dict[str, dict[str, Any]] = {
 if sglang.__version__.startswith("0.5.17"):  # 0.5.23 wants its own kernels for them on a CPU, and AMX
     SHORT_RUNS["fp8 cache"] = {"kv_cache_dtype": "fp8_e4m3", "page_size": 16}
 SABOTAGES = ("ignore_last_page", "drop_appends", "shorten_items")
-
-
-class EngineError(Exception):
-    """An engine ended; the text is its log."""
-
-
-def run_engines(folder: Path, runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return {"batches": ..., "stats": ..., "log": of all} of each run, or raise EngineError with the log."""
-    job, result, log = folder / "job.json", folder / "result.json", folder / "log.txt"
-    job.write_text(
-        json.dumps(
-            [
-                {
-                    **run,
-                    "environment": {**run.get("environment", {}), env.STATS_DIR.name: str(folder / str(i))},
-                }
-                for i, run in enumerate(runs.values())
-            ]
-        )
-    )
-    plugin = folder / "plugins" / "sabotage_of_fi-1.dist-info"
-    plugin.mkdir(parents=True)
-    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: sabotage-of-fi\nVersion: 1\n")
-    (plugin / "entry_points.txt").write_text("[sglang.srt.plugins]\nsabotage = sglang_sabotage:register\n")
-    path = [str(plugin.parent), str(HERE), str(STUBS)]
-    if inherited := os.environ.get("PYTHONPATH"):
-        path.append(inherited)
-    with log.open("wb") as output:
-        status = subprocess.run(
-            [sys.executable, str(HERE / "sglang_run.py"), str(job), str(result)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=env.child_environment(**SETTINGS, PYTHONPATH=os.pathsep.join(path)),
-            timeout=900,
-            check=False,
-        ).returncode
-    if status != 0:
-        raise EngineError(log.read_text(errors="replace"))
-    results = json.loads(result.read_text())
-    for index, each in enumerate(results):
-        each["stats"] = total(read_stats(folder / str(index)))
-        each["log"] = log.read_text(errors="replace")
-    return dict(zip(runs, results, strict=True))
 
 
 def _engine(model: Path, **changes: Any) -> dict[str, Any]:
@@ -145,7 +96,7 @@ def results(
             for name in SABOTAGES
         },
     }
-    return run_engines(tmp_path_factory.mktemp("sglang"), runs)
+    return run_engines(tmp_path_factory.mktemp("sglang"), runs, settings=SETTINGS)
 
 
 def assert_served(result: Mapping[str, Any], layers: int = LAYERS) -> None:
@@ -231,4 +182,4 @@ def test_what_cannot_run_is_refused_by_name(
 ) -> None:
     run = {"engine": _engine(copy_model(), enable_torch_compile=True), "batches": []}
     with pytest.raises(EngineError, match=r"enable_torch_compile=True .*Choose another --attention-backend"):
-        run_engines(tmp_path_factory.mktemp("refused"), {"refused": run})
+        run_engines(tmp_path_factory.mktemp("refused"), {"refused": run}, settings=SETTINGS)

@@ -109,11 +109,12 @@ def check_flags(case: PlanCase, plan: Plan) -> None:
     composed = {int(unit["request"]): unit for unit in plan.units if unit["token"] >= 0}
     starts = case.qo_indptr().numpy()
     own: dict[int, list[np.void]] = {r: [] for r in composed}
+    ends: dict[int, int] = {}
     for item in plan.items:
         if item["flags"] & PREFIX:
             assert item["flags"] == PREFIX
-            node = plan.nodes[item["request"]]
-            assert item["kv_begin"] < item["kv_end"] <= node["kv_end"]
+            assert item["kv_begin"] < item["kv_end"]
+            ends[int(item["request"])] = max(ends.get(int(item["request"]), 0), int(item["kv_end"]))
         elif item["request"] in own:
             own[int(item["request"])].append(item)
         else:
@@ -127,6 +128,7 @@ def check_flags(case: PlanCase, plan: Plan) -> None:
         assert all(item["partial"] >= 0 and item["unit"] >= 0 for item in items)
         assert composed[request]["token"] == starts[request]
         assert composed[request]["q_rows"] == case.q_lens[request] * case.group
+    assert ends == dict(enumerate(plan.nodes["kv_end"].tolist()))
     for node in plan.nodes:
         tokens = plan.node_tokens[node["tokens_begin"] : node["tokens_begin"] + node["num_tokens"]]
         members = np.unique(np.searchsorted(starts, tokens, side="right") - 1)

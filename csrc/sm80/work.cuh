@@ -89,12 +89,13 @@ __device__ __forceinline__ QueryTokens query_tokens(const AttentionParams& p, in
   return {begin, apart ? 0 : max(min(end, p.num_tokens) - begin, 0), apart || end > p.num_tokens};
 }
 
-// Whether the row of a request in the page table holds `kv_len` keys.
+// Whether the row of a request in the page table holds `kv_len` keys. No condition waits for another one, or
+// a read would wait for the reads before it.
 __device__ __forceinline__ bool holds(const LevelParams& level, int64_t row_begin, int64_t row_end,
                                       int kv_len) {
   const int64_t pages = (row_end - row_begin + level.index_step - 1) / level.index_step;
-  return kv_len >= 0 && row_begin >= 0 && row_end >= row_begin && row_end <= level.num_indices &&
-         kv_len <= pages * level.page_size;
+  return bool(int(kv_len >= 0) & int(row_begin >= 0) & int(row_end >= row_begin) &
+              int(row_end <= level.num_indices) & int(kv_len <= pages * level.page_size));
 }
 
 // An item of a prefix node. Its range is exact: the keys lie before every row, so that rows are given
@@ -164,10 +165,11 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
       moved = unit.token >= 0 && unit.token != tokens.begin;
     }
   }
+  const bool held = holds(level, row_begin, row_end, kv_len);
   // The nodes of a composed request have read keys [0, kv_begin), which all of its rows must see.
   if (kComposes<Traits> && (item.flags & kSuffix))
     moved = moved || kv_len < item.kv_begin || kv_len - item.kv_begin < q_len;
-  if (tokens.outside || !holds(level, row_begin, row_end, kv_len) || (moved && q_len > 0) || foreign) {
+  if (!held || tokens.outside || (moved && q_len > 0) || foreign) {
     w.faults = kFaultLengths;
     kv_len = 0;
   }

@@ -28,6 +28,9 @@ def plan(
     batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "16,64,256,1024",
     ctas: Annotated[int, typer.Option(help="CTAs to balance over.")] = 132,
     calls: Annotated[int, typer.Option(help="Timed calls of each row.")] = 1000,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="Decode behind shared prompts of two levels instead.")
+    ] = False,
     json_file: _Json = None,
 ) -> None:
     """Time planning a step of mixed lengths (decode, one request in 16 a prefill chunk) on the host."""
@@ -41,10 +44,12 @@ def plan(
 
     rows = []
     with _progress() as progress:
-        task = progress.add_task("planning", total=2 * len(batches))
+        task = progress.add_task("planning", total=(3 if shared else 2) * len(batches))
         for size in batches:
             progress.update(task, description=f"batch {size}")
-            rows += time_planning(size, ctas, calls=calls, progress=lambda: progress.advance(task))
+            rows += time_planning(
+                size, ctas, shared=shared, calls=calls, progress=lambda: progress.advance(task)
+            )
 
     from rich.table import Table
 
@@ -63,10 +68,14 @@ def plan(
         )
     console().print(table)
     console().print(
-        "[dim]host: the whole BatchAttention.plan() with its PageTable; host-native: the planner in it[/dim]"
+        "[dim]host: the whole BatchAttention.plan() with its PageTable; host-native: the planner in it"
+        + ("; host-forest: finding what is shared, part of host[/dim]" if shared else "[/dim]")
     )
     if json_file is not None:
-        write_json(json_file, {**provenance(cpu_name()), "ctas": ctas, "rows": [asdict(row) for row in rows]})
+        write_json(
+            json_file,
+            {**provenance(cpu_name()), "ctas": ctas, "shared": shared, "rows": [asdict(row) for row in rows]},
+        )
 
 
 @contextmanager

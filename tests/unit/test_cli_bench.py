@@ -17,10 +17,11 @@ from fi_backend.benchmarks import cpu_kernels, workloads
 from fi_backend.benchmarks.ceilings import cpu_ceilings
 from fi_backend.benchmarks.exact import exact_attention
 from fi_backend.benchmarks.peers import Peer, Problem, Run
-from fi_backend.benchmarks.plan_time import mixed_steps
+from fi_backend.benchmarks.plan_time import mixed_steps, shared_steps
 from fi_backend.benchmarks.vllm_cpu import VllmCpu
 from fi_backend.benchmarks.workloads import CPU_SPEC, Workload, make_problem
 from fi_backend.cli.main import app
+from fi_backend.core.prefix_forest import PrefixForest
 from fi_backend.core.spec import AttentionSpec
 from fi_backend.errors import UnsupportedError
 
@@ -57,8 +58,9 @@ def test_plan_writes_the_record(tmp_path: Path) -> None:
     result = RUN.invoke(app, ["bench", "plan", "--batch", "3,40", "--calls", "20", "--json", str(out)])
     assert result.exit_code == 0, result.stderr
     document = json.loads(out.read_text())
-    assert set(document) == {"date", "host", "versions", "command", "ctas", "rows"}
+    assert set(document) == {"date", "host", "versions", "command", "ctas", "shared", "rows"}
     assert document["ctas"] == 132
+    assert document["shared"] is False
     assert document["versions"]["torch"] == metadata.version("torch")
     rows = document["rows"]
     assert [(row["where"], row["batch"]) for row in rows] == [
@@ -75,6 +77,22 @@ def test_plan_writes_the_record(tmp_path: Path) -> None:
     assert rows[2]["median_us"] > rows[3]["median_us"]
     for row in rows:
         assert f"{row['median_us']:.1f}" in result.stdout
+
+
+def test_plan_times_shared_steps(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    options = ["--batch", "40", "--calls", "5", "--shared", "--json", str(out)]
+    result = RUN.invoke(app, ["bench", "plan", *options])
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(out.read_text())
+    assert document["shared"] is True
+    assert [row["where"] for row in document["rows"]] == ["host", "host-native", "host-forest"]
+    assert "host-forest: finding" in result.stdout
+    for step in shared_steps(40):
+        assert int(step.kv_lens.max()) <= 8192
+        forest = PrefixForest.from_block_table(step.block_table, step.kv_lens - 1, 16)
+        ends = forest.nodes[:, 2].tolist()
+        assert sorted(ends) == [1024] + [2048] * 5, "one prompt for all, one for each of five groups"
 
 
 def test_planned_lengths_are_mixed_and_fixed() -> None:

@@ -15,6 +15,18 @@ void plan_on_device(TensorView config, TensorView qo_indptr, TensorView kv_lens,
   expect_success("plan", cuda::plan_on_device(args, call.stream()));
 }
 
+// Queues detection of shared prefixes and the plan. ctas: what prepare_shared() returned for the device.
+void plan_shared_on_device(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorView indices,
+                           TensorView row_begin, TensorView row_end, int64_t step, int64_t divisor,
+                           int64_t page_size, Optional<TensorView> limits, TensorView workspace,
+                           TensorView buffer, int64_t ctas) {
+  const CudaCall call("kv_lens", kv_lens);
+  const DeviceShareArgs args =
+      device_share_args(config, qo_indptr, kv_lens, indices, row_begin, row_end, step, divisor, page_size,
+                        limits, workspace, buffer, call.device());
+  expect_success("plan", cuda::plan_shared_on_device(args, int(ctas), call.stream()));
+}
+
 // Loads the kernel on the device of any tensor; returns the int32 words of its workspace.
 int64_t prepare(TensorView config, TensorView there) {
   const CudaCall call("device", there);
@@ -22,8 +34,18 @@ int64_t prepare(TensorView config, TensorView there) {
   return device_workspace_words(config);
 }
 
+// Loads the kernel that finds shared prefixes; returns how many thread blocks run it.
+int64_t prepare_shared(TensorView there) {
+  const CudaCall call("device", there);
+  int ctas = 0;
+  expect_success("prepare", cuda::prepare_share_planner(&ctas));
+  return ctas;
+}
+
 }  // namespace
 }  // namespace fi::bind
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_on_device, fi::bind::plan_on_device);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_shared_on_device, fi::bind::plan_shared_on_device);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepare, fi::bind::prepare);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepare_shared, fi::bind::prepare_shared);

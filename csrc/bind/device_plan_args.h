@@ -1,13 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tensors of the device planner to its arguments, for the device and for its emulation on the host.
 #pragma once
-#include "../core/device_plan.h"
+#include <algorithm>
+
+#include "../core/device_share.h"
+#include "page_rows_args.h"
 #include "planner_config.h"
 
 namespace fi::bind {
 
-// int32 words of the workspace that device_plan_args() expects.
-inline int64_t device_workspace_words(TensorView config) { return workspace_words(read_config(config)); }
+// int32 words of the workspace that device_plan_args() and device_share_args() expect.
+inline int64_t device_workspace_words(TensorView config) {
+  const PlannerConfig c = read_config(config);
+  return c.sharing.max_nodes > 0 ? share_workspace_words(c) : workspace_words(c);
+}
 
 inline DevicePlanArgs device_plan_args(TensorView config, TensorView qo_indptr, TensorView kv_lens,
                                        TensorView workspace, TensorView buffer, DLDevice device) {
@@ -25,7 +31,7 @@ inline DevicePlanArgs device_plan_args(TensorView config, TensorView qo_indptr, 
   a.capacity = refusing([&] { return plan_capacity(a.config); });
   a.layout = plan_layout(a.capacity);
   a.cost_shift = cost_shift(a.config, a.capacity);
-  a.tile_capacity = int32_t(tile_capacity(a.config));
+  a.tile_capacity = int32_t(all_tile_capacity(a.config));
   a.num_requests = int32_t(requests);
   a.qo_indptr = data<const int32_t>(qo_indptr);
   a.kv_lens = data<const int32_t>(kv_lens);
@@ -43,6 +49,40 @@ inline DevicePlanArgs device_plan_args(TensorView config, TensorView qo_indptr, 
     TVM_FFI_THROW(ValueError) << "workspace: expected at least " << words << " int32 values; got "
                               << workspace.numel() << ".";
   a.workspace = words > 0 ? data<int32_t>(workspace) : nullptr;
+  return a;
+}
+
+// limits: int32 [requests], or none.
+inline DeviceShareArgs device_share_args(TensorView config, TensorView qo_indptr, TensorView kv_lens,
+                                         TensorView indices, TensorView row_begin, TensorView row_end,
+                                         int64_t step, int64_t divisor, int64_t page_size,
+                                         Optional<TensorView> limits, TensorView workspace, TensorView buffer,
+                                         DLDevice device) {
+  DeviceShareArgs a{};
+  a.plan = device_plan_args(config, qo_indptr, kv_lens, workspace, buffer, device);
+  const PlannerConfig& c = a.plan.config;
+  if (c.sharing.max_nodes < 1 || c.window_left >= 0 || c.invariant_grid > 0)
+    TVM_FFI_THROW(ValueError) << "detect_prefixes: expected a planner with room for shared prefixes; got "
+                                 "none. Pass sharing at construction.";
+  if (*std::max_element(std::begin(c.beta), std::end(c.beta)) > kMaxSharedBeta)
+    TVM_FFI_THROW(ValueError) << "costs.beta: expected at most " << kMaxSharedBeta
+                              << " where prefixes are found on the device; got more.";
+  if (page_size < 1) TVM_FFI_THROW(ValueError) << "page_size: expected >= 1; got " << page_size << ".";
+  const int64_t requests = kv_lens.size(0);
+  a.forest.rows = page_rows(indices, row_begin, row_end, step, divisor, device);
+  expect_vector("row_begin", row_begin, kInt64, requests, device);
+  a.forest.page_size = int32_t(page_size);
+  a.forest.max_depth = kForestDepth;
+  if (limits.has_value()) {
+    expect_vector("shareable", limits.value(), kInt32, requests, device);
+    a.forest.limits = data<const int32_t>(limits.value());
+  }
+  const int64_t words = share_workspace_words(c);
+  if (workspace.numel() < words)
+    TVM_FFI_THROW(ValueError) << "workspace: expected at least " << words << " int32 values; got "
+                              << workspace.numel() << ".";
+  a.forest.exchange = data<int32_t>(workspace);
+  if (a.plan.workspace) a.plan.workspace += kExchangeWords;
   return a;
 }
 

@@ -2,121 +2,54 @@
 // The planner as one thread block: the bytes of planner.cc from lengths that only the device knows. `Block`
 // is a CUDA thread block or its emulation on the host (collectives.h).
 #pragma once
-#include "bucket_sort.h"
-#include "collectives.h"
-#include "plan_rules.h"
+#include "device_budget.h"
+#include "device_nodes.h"
+#include "device_tiles.h"
 
 namespace fi {
 
-// Larger steps take their tables from the workspace instead of shared memory.
-inline constexpr int32_t kSharedTiles = 1024;
-inline constexpr int32_t kSharedRequests = 1024;
-
-enum TileField {
-  kRequest,
-  kQBegin,
-  kKvBegin,
-  kKvEnd,
-  kShape,
-  kChunkLen,
-  kChunks,
-  kFirstItem,
-  kUnit,
-  kFirstPart,
-  kFirstRow,
-  kTileFields
-};
-
-struct DevicePlanArgs {
-  PlannerConfig config;
-  PlanCapacity capacity;
-  PlanLayout layout;
-  int32_t cost_shift;
-  int32_t tile_capacity;
-  int32_t num_requests;
-  const int32_t* qo_indptr;  // [num_requests + 1]
-  const int32_t* kv_lens;    // [num_requests]
-  uint8_t* plan;             // aligned to 16 bytes
-  int32_t* workspace;        // workspace_words(); null when that is 0
-};
-
-inline int64_t workspace_words(const PlannerConfig& config) {
-  const int64_t tiles = tile_capacity(config);
-  if (config.limits.max_requests <= kSharedRequests && tiles <= kSharedTiles) return 0;
-  return config.limits.max_requests + 1 + kTileFields * tiles;
-}
-
-template <int kThreads>
-struct DevicePlanMemory {
-  static constexpr int kWarps = kThreads / kWarp;
-  CollectiveSlots<kWarps, 4> slots;
-  int64_t ideal;
-  int64_t load[kWarps], largest[kWarps], large[kWarps];
-  int32_t chunk[kNumCandidates][kNumTiles];  // KV tokens of an item, by candidate budget and tile
-  int32_t choice;
-  BucketSortMemory<kWarps, kSortBuckets> sort;
-  int32_t tile_begin[kSharedRequests + 1];
-  int32_t tiles[kTileFields * kSharedTiles];
-};
-
-struct SharedTiles {
-  int32_t* base;
-  FI_DEVICE int32_t& at(TileField field, int32_t tile) const { return base[field * kSharedTiles + tile]; }
-};
-
-struct GlobalTiles {
-  int32_t* base;
-  int32_t capacity;
-  FI_DEVICE int32_t& at(TileField field, int32_t tile) const {
-    return base[field * int64_t(capacity) + tile];
-  }
-};
-
-// The last of `count` > 0 entries that is at most `value`; the first one is.
-FI_DEVICE int32_t find_last(const int32_t* sorted, int32_t count, int32_t value) {
-  int32_t low = 0;
-  while (count > 1) {
-    const int32_t half = count / 2;
-    if (sorted[low + half] <= value) low += half;
-    count -= half;
-  }
-  return low;
-}
-
-template <class Block>
+// kShares: with levels for shared prefixes, of which there may be none.
+template <class Block, bool kShares = false>
 class DevicePlanner {
  public:
   static constexpr int kThreads = Block::kThreads, kWarps = kThreads / kWarp;
-  static constexpr int kCandidateThreads = kThreads / kNumCandidates;
-  static_assert(kCandidateThreads % kWarp == 0 && kWarps <= kWarp);
-  using Memory = DevicePlanMemory<kThreads>;
+  static_assert(kWarps <= kWarp);
+  static constexpr int32_t kTiles = kShares ? kSharedTilesOfSharing : kSharedTiles;
+  using Memory = DevicePlanMemory<kThreads, kTiles>;
   using Sort = BucketSort<Block, kSortBits>;
 
-  FI_DEVICE DevicePlanner(Block& block, const DevicePlanArgs& args, Memory& memory)
+  // levels, nodes: null unless kShares; `nodes` is filled here.
+  FI_DEVICE DevicePlanner(Block& block, const DevicePlanArgs& args, Memory& memory,
+                          const Levels* levels = nullptr, NodeTables* nodes = nullptr)
       : block_(block),
         a_(args),
         c_(args.config),
         m_(memory),
+        levels_(levels),
+        nodes_(nodes),
         all_(block, memory.slots),
         sort_(block, memory.sort),
         thread_(block.thread()),
         warp_(thread_ / kWarp),
         lane_(thread_ % kWarp) {}
 
-  FI_DEVICE void run() {
+  // num_levels: nodes in `levels`.
+  FI_DEVICE void run(int32_t num_levels = 0) {
     clear();
     int32_t* tile_begin = a_.num_requests <= kSharedRequests ? m_.tile_begin : a_.workspace;
     const uint32_t found = read_requests(tile_begin);
     if (found & ~kSeveralTiles) {
       if (thread_ == 0) {
         counters()[kFaults] = int32_t(found & ~kSeveralTiles);
-        write_header(0, {}, 0);
+        write_header(0, {}, 0, {});
       }
       return;
     }
+    if constexpr (kShares) num_nodes_ = num_levels;
+    if (kShares && num_nodes_ > 0) place_nodes();
     // Two copies of the same code, so that the one for most steps addresses shared memory as such.
-    if (a_.num_requests <= kSharedRequests && num_tiles_ <= kSharedTiles)
-      plan(static_cast<const int32_t*>(m_.tile_begin), SharedTiles{m_.tiles}, found & kSeveralTiles);
+    if (a_.num_requests <= kSharedRequests && num_tiles_ + node_tiles_ <= kTiles)
+      plan(static_cast<const int32_t*>(m_.tile_begin), SharedTiles<kTiles>{m_.tiles}, found & kSeveralTiles);
     else
       plan(static_cast<const int32_t*>(tile_begin),
            GlobalTiles{a_.workspace + c_.limits.max_requests + 1, a_.tile_capacity}, found & kSeveralTiles);
@@ -183,12 +116,94 @@ class DevicePlanner {
   template <class Tiles>
   FI_DEVICE void plan(const int32_t* tile_begin, Tiles tiles, bool several_tiles) {
     const int64_t total = make_tiles(tile_begin, tiles, several_tiles);
-    const int choice = choose_budget(tiles, total);
+    const bool many_tickets = has_many_tickets(c_, num_tiles_);
+    choose_budget(tiles, total, m_.flat, many_tickets);
+    const int32_t flat_tiles = num_tiles_;
+    if constexpr (kShares)
+      if (num_nodes_ > 0) compose(tile_begin, tiles, many_tickets);
+    BudgetChoice& budget = kShares && num_nodes_ > 0 ? m_.composed : m_.flat;
     Counts use;
-    const uint32_t greatest = split_tiles(tiles, choice, use);
+    const uint32_t greatest = split_tiles(tiles, budget, use);
+    NodeUse nodes{};
+    if constexpr (kShares)
+      if (num_nodes_ > 0)
+        nodes = NodeEmitter<Block, Tiles>(block_, a_, *levels_, *nodes_, tile_begin, tiles, flat_tiles,
+                                          num_tiles_)
+                    .run(all_, num_nodes_);
     if (thread_ == kThreads - 1)
-      write_header(m_.chunk[choice][0], use, a_.qo_indptr[a_.num_requests] - a_.qo_indptr[0]);
+      write_header(budget.chunk[budget.choice][0], use, a_.qo_indptr[a_.num_requests] - a_.qo_indptr[0],
+                   nodes);
     emit_items(tiles, int32_t(use[0]), sort_shift(greatest));
+  }
+
+  // Counts the nodes' tiles and query tokens.
+  FI_DEVICE void place_nodes() {
+    uint32_t carry[2] = {0, 0};
+    for (int32_t base = 0; base < num_nodes_; base += kThreads) {
+      const int32_t j = base + thread_;
+      const int32_t tokens = j < num_nodes_ ? levels_->tokens[j] : 0;
+      uint32_t before[2] = {0, uint32_t(tokens)}, total[2];
+      if (j < num_nodes_) before[0] = uint32_t(node_tile_count(c_, tokens));
+      all_.exclusive_scan(before, total);
+      if (j < num_nodes_) {
+        nodes_->tile[j] = num_tiles_ + int32_t(carry[0] + before[0]);
+        nodes_->tokens_begin[j] = int32_t(carry[1] + before[1]);
+      }
+      carry[0] += total[0];
+      carry[1] += total[1];
+    }
+    node_tiles_ = int32_t(carry[0]);
+    block_.sync();
+  }
+
+  // Puts the nodes' tiles behind those of the requests, unless the step is quicker without; then there are
+  // no nodes any more.
+  template <class Tiles>
+  FI_DEVICE void compose(const int32_t* tile_begin, Tiles tiles, bool many_tickets) {
+    const int32_t flat_tiles = num_tiles_;
+    set_own_tiles(tile_begin, tiles, true);
+    num_tiles_ += node_tiles_;
+    for (int32_t t = flat_tiles + thread_; t < num_tiles_; t += kThreads) {
+      const int32_t j = find_last(nodes_->tile, num_nodes_, t), tokens = levels_->tokens[j];
+      set_tile(tiles, t,
+               node_tile(j, levels_->begin[j], levels_->end[j], node_kind(c_, tokens), tokens * c_.group,
+                         t - nodes_->tile[j]));
+    }
+    block_.sync();
+    int64_t total = 0;
+    for (int32_t t = thread_; t < num_tiles_; t += kThreads)
+      total +=
+          scale_cost(tile_cost(c_, shape_kind(tiles.at(kShape, t)), tile_length(tiles, t)), a_.cost_shift);
+    all_.post(0, warp_sum64(block_, total));
+    all_.meet();
+    choose_budget(tiles, warp_sum64(block_, all_.posted(0)), m_.composed, many_tickets);
+    if (many_tickets || is_quicker(m_.composed.time, m_.flat.time)) return;
+    set_own_tiles(tile_begin, tiles, false);
+    num_tiles_ = flat_tiles;
+    num_nodes_ = 0;
+    block_.sync();
+  }
+
+  // The one tile of each composed request begins behind its nodes, or with its first key.
+  template <class Tiles>
+  FI_DEVICE void set_own_tiles(const int32_t* tile_begin, Tiles tiles, bool composed) {
+    const int32_t requests = a_.num_requests < kForestRequests ? a_.num_requests : kForestRequests;
+    for (int32_t r = thread_; r < requests; r += kThreads) {
+      const int32_t leaf = levels_->leaf[r];
+      if (leaf < 0) continue;
+      const int32_t t = tile_begin[r];
+      tiles.at(kKvBegin, t) = composed ? levels_->end[leaf] : 0;
+      tiles.at(kShape, t) ^= kOwn << 4;
+    }
+  }
+
+  template <class Tiles>
+  FI_DEVICE void set_tile(Tiles tiles, int32_t t, const Tile& tile) {
+    tiles.at(kRequest, t) = tile.request;
+    tiles.at(kQBegin, t) = tile.q_begin;
+    tiles.at(kKvBegin, t) = tile.kv_begin;
+    tiles.at(kKvEnd, t) = tile.kv_end;
+    tiles.at(kShape, t) = tile_shape(tile);
   }
 
   template <class Tiles>
@@ -198,11 +213,7 @@ class DevicePlanner {
       const int32_t q_len = a_.qo_indptr[request + 1] - a_.qo_indptr[request];
       const int kind = query_tile(c_, int64_t(q_len) * c_.group);
       const Tile t = make_tile(c_, request, q_len, a_.kv_lens[request], kind, number * tile_height(kind));
-      tiles.at(kRequest, tile) = t.request;
-      tiles.at(kQBegin, tile) = t.q_begin;
-      tiles.at(kKvBegin, tile) = t.kv_begin;
-      tiles.at(kKvEnd, tile) = t.kv_end;
-      tiles.at(kShape, tile) = t.kind | t.q_rows << 8;
+      set_tile(tiles, tile, t);
       total += scale_cost(tile_cost(c_, kind, t.kv_end - t.kv_begin), a_.cost_shift);
     };
     for (int32_t r = thread_; r < a_.num_requests; r += kThreads)
@@ -217,100 +228,39 @@ class DevicePlanner {
     return warp_sum64(block_, all_.posted(0));
   }
 
-  // Fills m_.chunk and returns which candidate to take.
   template <class Tiles>
-  FI_DEVICE int choose_budget(Tiles tiles, int64_t total) {
-    if (warp_ == 0) {
-      const int64_t ideal = ideal_budget(c_, total, a_.cost_shift);
-      if (lane_ == 0) m_.ideal = ideal;
-      if (lane_ < kNumCandidates * kNumTiles) {
-        const int candidate = lane_ / kNumTiles, kind = lane_ % kNumTiles;
-        m_.chunk[candidate][kind] = chunk_tokens(c_, kind, candidate_budget(ideal, candidate));
-      }
-    }
-    block_.sync();
-    if (has_many_tickets(c_, num_tiles_)) return 0;
-
-    // A quarter of the threads to each candidate.
-    constexpr int kGroup = kCandidateThreads / kWarp;
-    const int candidate = warp_ / kGroup, first = thread_ % kCandidateThreads;
-    const auto share = [&](int32_t t) {
-      const int kind = tiles.at(kShape, t) & 0xff;
-      return estimate_share(c_, kFlat, kind, tiles.at(kKvEnd, t) - tiles.at(kKvBegin, t),
-                            m_.chunk[candidate][kind], a_.cost_shift);
-    };
-    int64_t load = 0, largest = 0, large = 0;
-    for (int32_t t = first; t < num_tiles_; t += kCandidateThreads) {
-      const Share s = share(t);
-      load += s.items * s.cost;
-      largest = s.cost > largest ? s.cost : largest;
-    }
-    load = warp_sum64(block_, load);
-    largest = warp_max64(block_, largest);
-    if (lane_ == 0) {
-      m_.load[warp_] = load;
-      m_.largest[warp_] = largest;
-    }
-    block_.sync();
-    largest = warp_max64(block_, m_.largest[candidate * kGroup + lane_ % kGroup]);
-    for (int32_t t = first; t < num_tiles_; t += kCandidateThreads)
-      if (const Share s = share(t); is_large(s.cost, largest)) large += s.items;
-    large = warp_sum64(block_, large);
-    if (lane_ == 0) m_.large[warp_] = large;
-    block_.sync();
-    if (warp_ == 0) compare_candidates();
-    block_.sync();
-    return m_.choice;
-  }
-
-  // One lane a candidate.
-  FI_DEVICE void compare_candidates() {
-    constexpr int kGroup = kCandidateThreads / kWarp;
-    int64_t time = 0;
-    if (lane_ < kNumCandidates) {
-      int64_t load = 0, largest = 0, large = 0;
-      for (int w = lane_ * kGroup; w < (lane_ + 1) * kGroup; ++w) {
-        load += m_.load[w];
-        large += m_.large[w];
-        largest = m_.largest[w] > largest ? m_.largest[w] : largest;
-      }
-      time = estimate_time(c_, load, largest, large);
-    }
-    int choice = 0;
-    int64_t best = block_.shuffle(time, 0);
-    for (int i = 1; i < kNumCandidates; ++i) {
-      const int64_t next = block_.shuffle(time, i);
-      if (is_better(next, best)) {
-        best = next;
-        choice = i;
-      }
-    }
-    if (lane_ == 0) m_.choice = choice;
+  FI_DEVICE void choose_budget(Tiles tiles, int64_t total, BudgetChoice& budget, bool many_tickets) {
+    BudgetChooser<Block, kShares>(block_, c_, a_.cost_shift, m_.loads)
+        .choose(tiles, num_tiles_, total, budget, many_tickets);
   }
 
   // Cuts the tiles, writes the merge units; returns the greatest cost of an item.
   template <class Tiles>
-  FI_DEVICE uint32_t split_tiles(Tiles tiles, int choice, Counts& use) {
+  FI_DEVICE uint32_t split_tiles(Tiles tiles, BudgetChoice& budget, Counts& use) {
     const PlanCapacity& cap = a_.capacity;
     for (;;) {
       uint32_t greatest = 0;
       for (uint32_t& n : use) n = 0;
+      if (kShares && num_nodes_ > 0) cut_paths(budget);
       for (int32_t base = 0; base < num_tiles_; base += kThreads) {
         Counts before = {0, 0, 0, 0}, total;
         const int32_t t = base + thread_;
         Split s{};
         int32_t q_rows = 0;
         if (t < num_tiles_) {
-          const int32_t shape = tiles.at(kShape, t), tokens = tiles.at(kKvEnd, t) - tiles.at(kKvBegin, t);
-          const int kind = shape & 0xff;
-          q_rows = shape >> 8;
-          s = split_tile(c_, kFlat, tokens, m_.chunk[choice][kind]);
-          const uint32_t cost = uint32_t(saturate32(item_cost(c_, kind, s.chunk_len, s.chunks > 1)));
+          const int32_t shape = tiles.at(kShape, t);
+          const int kind = shape_kind(shape);
+          const TileLevel level = kShares ? shape_level(shape) : kFlat;
+          q_rows = shape_rows(shape);
+          s = split_tile(c_, level, tile_length(tiles, t), budget.chunk[budget.choice][kind]);
+          const bool partial = s.chunks > 1 || level != kFlat;
+          const uint32_t cost = uint32_t(saturate32(item_cost(c_, kind, s.chunk_len, partial)));
           greatest = cost > greatest ? cost : greatest;
           const uint64_t rows = uint64_t(s.states) * uint32_t(q_rows);
           before[0] = uint32_t(s.chunks);
-          before[1] = s.chunks > 1;
-          before[2] = s.states < kSaturated ? s.states : kSaturated;
+          before[1] = level != kNode && partial;
+          before[2] = level == kNode ? 0 : s.states < kSaturated ? s.states : kSaturated;
+          if (level == kOwn) before[2] = saturating_add(before[2], path_chunks(tiles, t));
           before[3] = rows < kSaturated ? uint32_t(rows) : kSaturated;
         }
         all_.exclusive_scan(before, total);
@@ -324,8 +274,29 @@ class DevicePlanner {
       if (int32_t(use[0]) <= cap.items && int32_t(use[1]) <= cap.units && int32_t(use[2]) <= cap.parts &&
           int32_t(use[3]) <= cap.partial_rows)
         return greatest;
-      double_budget(choice);
+      double_budget(budget);
     }
+  }
+
+  // By node: chunks from the root to it.
+  FI_DEVICE void cut_paths(const BudgetChoice& budget) {
+    for (int32_t j = thread_; j < num_nodes_; j += kThreads) {
+      int32_t chunks = 0;
+      for (int32_t up = j; up >= 0; up = levels_->parent[up]) {
+        const int kind = node_kind(c_, levels_->tokens[up]);
+        chunks +=
+            split_tile(c_, kNode, levels_->end[up] - levels_->begin[up], budget.chunk[budget.choice][kind])
+                .chunks;
+      }
+      nodes_->path_chunks[j] = chunks;
+    }
+    block_.sync();
+  }
+
+  // Of the nodes above a composed request's tile.
+  template <class Tiles>
+  FI_DEVICE uint32_t path_chunks(Tiles tiles, int32_t t) const {
+    return uint32_t(nodes_->path_chunks[levels_->leaf[tiles.at(kRequest, t)]]);
   }
 
   template <class Tiles>
@@ -336,20 +307,28 @@ class DevicePlanner {
     tiles.at(kUnit, t) = int32_t(before[1]);
     tiles.at(kFirstPart, t) = int32_t(before[2]);
     tiles.at(kFirstRow, t) = int32_t(before[3]);
-    if (s.chunks > 1 && int32_t(before[1]) < a_.capacity.units)
-      section<MergeUnit>(a_.layout.units)[before[1]] = {
-          tiles.at(kRequest, t), tiles.at(kQBegin, t),          q_rows, s.chunks,
-          int32_t(before[2]),    int32_t(before[2] + s.states), -1,     0};
+    const TileLevel level = kShares ? shape_level(tiles.at(kShape, t)) : kFlat;
+    if (s.states == 0 || level == kNode || int32_t(before[1]) >= a_.capacity.units) return;
+    const int32_t request = tiles.at(kRequest, t);
+    const uint32_t states = level == kOwn ? s.states + path_chunks(tiles, t) : s.states;
+    section<MergeUnit>(a_.layout.units)[before[1]] = {request,
+                                                      tiles.at(kQBegin, t),
+                                                      q_rows,
+                                                      s.chunks,
+                                                      int32_t(before[2]),
+                                                      int32_t(before[2] + states),
+                                                      level == kOwn ? a_.qo_indptr[request] : -1,
+                                                      0};
   }
 
-  FI_DEVICE void double_budget(int choice) {
+  FI_DEVICE void double_budget(BudgetChoice& budget) {
     if (warp_ == 0) {
       // A second doubling starts from the first one's.
-      const int64_t budget = first_doubling_ ? candidate_budget(m_.ideal, choice) : m_.ideal;
-      const int64_t doubled = budget < kMaxBudget / 2 ? 2 * budget : kMaxBudget;
-      if (lane_ < kNumTiles) m_.chunk[choice][lane_] = chunk_tokens(c_, lane_, doubled);
+      const int64_t last = first_doubling_ ? candidate_budget(budget.ideal, budget.choice) : budget.ideal;
+      const int64_t doubled = last < kMaxBudget / 2 ? 2 * last : kMaxBudget;
+      if (lane_ < kNumTiles) budget.chunk[budget.choice][lane_] = chunk_tokens(c_, lane_, doubled);
       block_.sync_warp();
-      if (lane_ == 0) m_.ideal = doubled;
+      if (lane_ == 0) budget.ideal = doubled;
     }
     first_doubling_ = false;
     block_.sync();
@@ -375,16 +354,22 @@ class DevicePlanner {
   template <class Tiles>
   FI_DEVICE WorkItem item_of(Tiles tiles, int32_t item, int32_t t) const {
     const int32_t shape = tiles.at(kShape, t);
+    const TileLevel level = kShares ? shape_level(shape) : kFlat;
     const Tile tile{tiles.at(kRequest, t),
                     tiles.at(kQBegin, t),
                     tiles.at(kKvBegin, t),
                     tiles.at(kKvEnd, t),
-                    uint8_t(shape),
-                    uint16_t(shape >> 8),
-                    kFlat};
+                    uint8_t(shape_kind(shape)),
+                    uint16_t(shape_rows(shape)),
+                    level};
     const Split split{tiles.at(kChunkLen, t), tiles.at(kChunks, t), 0};
-    return make_item(c_, tile, split, item - tiles.at(kFirstItem, t), tiles.at(kUnit, t),
-                     tiles.at(kFirstRow, t));
+    int32_t first_row = tiles.at(kFirstRow, t), chunk_rows = 0;
+    if (level == kNode) {
+      first_row = tiles.at(kFirstRow, nodes_->tile[tile.request]) + tile.q_begin;
+      chunk_rows = levels_->tokens[tile.request] * c_.group;
+    }
+    return make_item(c_, tile, split, item - tiles.at(kFirstItem, t), tiles.at(kUnit, t), first_row,
+                     chunk_rows);
   }
 
   // A round of kThreads items after the other; warps without an item skip what whole warps do.
@@ -414,17 +399,18 @@ class DevicePlanner {
   FI_DEVICE void write_item(Tiles tiles, int32_t item, int32_t t, uint32_t at) {
     const WorkItem w = item_of(tiles, item, t);
     block_.store(section<WorkItem>(a_.layout.items) + at, w);
-    if (w.unit < 0) return;
+    if (w.unit < 0 || w.flags & kPrefix) return;
     const int32_t grid = c_.invariant_grid;
     const bool many = grid > 0 && !(w.flags & kFirstChunk);
     const int32_t count = many ? int32_t(ceil_div32(uint32_t(w.kv_end - w.kv_begin), uint32_t(grid))) : 1;
     const Split split{tiles.at(kChunkLen, t), tiles.at(kChunks, t), 0};
     const uint32_t before = states_before(c_, split, item - tiles.at(kFirstItem, t));
     int32_t* parts = section<int32_t>(a_.layout.parts) + tiles.at(kFirstPart, t) + before;
+    if (kShares && shape_level(tiles.at(kShape, t)) == kOwn) parts += path_chunks(tiles, t);
     for (int32_t i = 0; i < count; ++i) parts[i] = w.partial + i * w.q_rows;
   }
 
-  FI_DEVICE void write_header(int32_t chunk, const Counts& use, int32_t num_tokens) {
+  FI_DEVICE void write_header(int32_t chunk, const Counts& use, int32_t num_tokens, const NodeUse& nodes) {
     PlanHeader h{};
     h.magic = kPlanMagic;
     h.version = kPlanVersion;
@@ -440,6 +426,9 @@ class DevicePlanner {
     h.group = c_.group;
     h.invariant_grid = c_.invariant_grid;
     h.max_kv_len = longest_;
+    h.num_nodes = num_nodes_;
+    h.num_node_tokens = nodes.tokens;
+    h.num_reports = nodes.reports;
     *section<PlanHeader>(a_.layout.header) = h;
   }
 
@@ -447,10 +436,12 @@ class DevicePlanner {
   const DevicePlanArgs& a_;
   const PlannerConfig& c_;
   Memory& m_;
+  const Levels* const levels_;
+  NodeTables* const nodes_;
   Collectives<Block, 4> all_;
   Sort sort_;
   const int thread_, warp_, lane_;
-  int32_t num_tiles_ = 0, longest_ = 0;
+  int32_t num_tiles_ = 0, longest_ = 0, num_nodes_ = 0, node_tiles_ = 0;
   bool first_doubling_ = true;
 };
 

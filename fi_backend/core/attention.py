@@ -105,6 +105,8 @@ class BatchAttention:
         kv_lens_host: Tensor | None = None,
         custom_mask: Tensor | Sequence[Tensor] | PackedMask | None = None,
         forest: PrefixForest | None = None,
+        detect_prefixes: bool = False,
+        shareable: Tensor | None = None,
     ) -> Plan | None:
         """Balance one step; every layer of the step then calls run().
 
@@ -118,6 +120,10 @@ class BatchAttention:
             where it pays, these are read once for all of them. They may not change until run(), nor may the
             query starts; a KV length may shrink as long as the shared pages stay before its queries. Needs
             `sharing`. Specs with a flat_reason() (windows, ALiBi, custom masks, batch-invariant) plan flat.
+        detect_prefixes: find the forest in the page table, where that and the lengths lie: on the host, or on
+            the device without host lengths. The host's lengths then have to be exact. shareable: int32
+            [requests] beside the page table, at most so many KV tokens of a request are shared, such as those
+            written before this step (default: all whole pages before its queries).
 
         Waits for the device only to copy a custom mask, and while four plans are still being uploaded. On
         CUDA, run() reads qo_indptr, the page table and the plan from where they lie now: a captured graph
@@ -135,6 +141,8 @@ class BatchAttention:
                 )
             page_table = page_table.to_page_table()
         expect_table(self.spec, self.device, qo_indptr, page_table)
+        if detect_prefixes and forest is not None:
+            raise PlanError("detect_prefixes: expected False with a forest; got both.")
         on_device = self.device.type == "cuda" and qo_indptr_host is None and kv_lens_host is None
         if on_device:
             if forest is not None:
@@ -142,7 +150,8 @@ class BatchAttention:
                     "forest: expected qo_indptr_host and kv_lens_host with it; got lengths on the device."
                 )
             mask = self._pack(custom_mask, None, None)
-            self._plan_on_device(qo_indptr, page_table.kv_lens)
+            searched = page_table if detect_prefixes and self._shares("detect_prefixes") else None
+            self._plan_on_device(qo_indptr, page_table.kv_lens, searched, shareable)
             plan = None
         else:
             q_host = qo_indptr if qo_indptr_host is None else qo_indptr_host
@@ -152,26 +161,46 @@ class BatchAttention:
                 if tensor.device.type != "cpu":
                     raise PlanError(f"{name}: expected a host tensor, given with the other one; got none.")
             mask = self._pack(custom_mask, q_host, kv_host)
+            if detect_prefixes and self._shares("detect_prefixes"):
+                forest = self._find_forest(q_host, kv_host, page_table, shareable)
             plan = self._plan_on_host(q_host, kv_host, self._shared(forest))
         self._qo_indptr, self._table, self._mask = qo_indptr, page_table, mask
         self._mask_moves = mask is not None and mask is not custom_mask
         return plan
 
-    def _shared(self, forest: PrefixForest | None) -> PrefixForest | None:
-        if forest is None or flat_reason(self.spec):
-            return None
-        if not isinstance(forest, PrefixForest):
-            raise TypeError(f"forest: expected a PrefixForest; got {type(forest).__name__}.")
+    def _shares(self, name: str) -> bool:
+        if flat_reason(self.spec):
+            return False
         if self.planner.sharing is None:
             raise PlanError(
-                "forest: expected a BatchAttention with sharing=SharingLimits(...); got one without, which "
+                f"{name}: expected a BatchAttention with sharing=SharingLimits(...); got one without, which "
                 "has no room for prefix nodes."
             )
-        return forest
+        return True
 
-    def _plan_on_device(self, qo_indptr: Tensor, kv_lens: Tensor) -> None:
+    def _shared(self, forest: PrefixForest | None) -> PrefixForest | None:
+        if forest is not None and not isinstance(forest, PrefixForest):
+            raise TypeError(f"forest: expected a PrefixForest; got {type(forest).__name__}.")
+        return forest if forest is not None and self._shares("forest") else None
+
+    def _find_forest(
+        self, qo_indptr: Tensor, kv_lens: Tensor, table: PageTable, limits: Tensor | None
+    ) -> PrefixForest:
+        tile = query_tiles(self.spec, self.device)[1]
         try:
-            self.planner.plan_on_device(qo_indptr, kv_lens, self._plan_buffer.tensor)
+            return PrefixForest.of_step(
+                table, qo_indptr, kv_lens, group=self.spec.group_size, max_tile=tile, limits=limits
+            )
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+
+    def _plan_on_device(
+        self, qo_indptr: Tensor, kv_lens: Tensor, searched: PageTable | None, shareable: Tensor | None
+    ) -> None:
+        try:
+            self.planner.plan_on_device(
+                qo_indptr, kv_lens, self._plan_buffer.tensor, searched, shareable if searched else None
+            )
         except ValueError as error:
             raise PlanError(str(error)) from None
 

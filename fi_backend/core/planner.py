@@ -17,6 +17,7 @@ from fi_backend.core.sharing import SharingLimits, flat_reason
 from fi_backend.core.spec import AttentionSpec
 
 if TYPE_CHECKING:
+    from fi_backend.core.page_table import PageTable
     from fi_backend.core.prefix_forest import PrefixForest
 
 MODULE = jit.ModuleSpec(
@@ -46,7 +47,7 @@ def cuda_module(arch: str) -> jit.ModuleSpec:
     """The device planner for the target `arch`, such as "sm_90a"."""
     return jit.ModuleSpec(
         name="cuda_planner",
-        sources=("cuda/planner.cu", "core/capacity.cc", "bind/cuda_planner.cc"),
+        sources=("cuda/planner.cu", "cuda/share_planner.cu", "core/capacity.cc", "bind/cuda_planner.cc"),
         arch=arch,
     )
 
@@ -173,7 +174,7 @@ class Planner:
         self.scratch_bytes: int = values[23]
         self._plan, self._plan_shared = native.plan, native.plan_shared
         self._page_size = spec.page_size
-        self._on_device: dict[torch.device, tuple[Any, Tensor]] = {}
+        self._on_device: dict[torch.device, tuple[Any, Tensor, int]] = {}
 
     def plan(
         self, qo_indptr: Tensor, kv_lens: Tensor, buffer: Tensor, forest: PrefixForest | None = None
@@ -192,7 +193,14 @@ class Planner:
             nodes, members = forest.nodes, forest.members
             self._plan_shared(self.config, qo_indptr, kv_lens, nodes, members, self._page_size, buffer)
 
-    def plan_on_device(self, qo_indptr: Tensor, kv_lens: Tensor, buffer: Tensor) -> None:
+    def plan_on_device(
+        self,
+        qo_indptr: Tensor,
+        kv_lens: Tensor,
+        buffer: Tensor,
+        table: PageTable | None = None,
+        shareable: Tensor | None = None,
+    ) -> None:
         """Queue the plan of one step on the current stream; the bytes are those of plan().
 
         qo_indptr: CUDA int32 [requests + 1]; kv_lens: CUDA int32 [requests]; buffer: CUDA uint8
@@ -200,10 +208,31 @@ class Planner:
             the call after a prepare(). The host sees shapes only: lengths that break a limit give a plan
             without items and set bits of the buffer's faults (PlannerFault in csrc/core/plan.h). Raises
             ValueError for more requests than max_requests, and with planned_queues, which need host lengths.
+        table: pages of the requests, in which shared prefixes are looked for, among the first 1024 requests;
+            the plan is that of PrefixForest.from_page_table(). Needs room for sharing. shareable: CUDA int32
+            [requests], at most so many KV tokens of each request are shared (default: all whole pages before
+            its queries).
         """
         self.prepare(kv_lens.device)
-        native, workspace = self._on_device[kv_lens.device]
-        native.plan_on_device(self.config, qo_indptr, kv_lens, workspace, buffer)
+        native, workspace, ctas = self._on_device[kv_lens.device]
+        if table is None or table.indices is None:
+            native.plan_on_device(self.config, qo_indptr, kv_lens, workspace, buffer)
+            return
+        native.plan_shared_on_device(
+            self.config,
+            qo_indptr,
+            kv_lens,
+            table.indices,
+            table.row_begin,
+            table.row_end,
+            table.index_step,
+            table.index_divisor,
+            table.page_size,
+            shareable,
+            workspace,
+            buffer,
+            ctas,
+        )
 
     def prepare(self, device: torch.device) -> None:
         """Do what the first plan_on_device() on `device` would begin with: compile, load, allocate.
@@ -212,5 +241,7 @@ class Planner:
         """
         if device not in self._on_device:
             native = jit.load(cuda_module(cuda_arch(device)))
-            words = native.prepare(self.config, torch.empty(0, device=device))
-            self._on_device[device] = native, torch.empty(words, dtype=torch.int32, device=device)
+            there = torch.empty(0, device=device)
+            words = native.prepare(self.config, there)
+            ctas = native.prepare_shared(there) if self.sharing else 0
+            self._on_device[device] = native, torch.empty(words, dtype=torch.int32, device=device), ctas

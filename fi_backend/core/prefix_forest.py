@@ -116,6 +116,39 @@ class PrefixForest:
         return cls(nodes[:num_nodes], members[:num_members])
 
     @classmethod
+    def of_step(
+        cls,
+        table: PageTable,
+        qo_indptr: Tensor,
+        kv_lens: Tensor,
+        *,
+        group: int,
+        max_tile: int,
+        limits: Tensor | None = None,
+    ) -> PrefixForest:
+        """Find what the requests of one step share, as BatchAttention.plan(detect_prefixes=True) does.
+
+        table: on the host; qo_indptr: host int32 [requests + 1]; kv_lens: host int32 [requests], exact;
+        group, max_tile: see shareable(). limits: host int32 [requests], at most so many KV tokens of each
+        request are shared.
+        """
+        if table.indices is not None and table.indices.device.type != "cpu":
+            raise ValueError(
+                "page_table: expected a host table, where the lengths are; got one on "
+                f"{table.indices.device}."
+            )
+        if qo_indptr.shape != (kv_lens.shape[0] + 1,):
+            raise ValueError(
+                f"qo_indptr: expected {kv_lens.shape[0] + 1} entries, one more than kv_lens; got shape "
+                f"{tuple(qo_indptr.shape)}."
+            )
+        may = shareable(qo_indptr.diff(), kv_lens, table.page_size, group, max_tile)
+        if limits is not None:
+            _expect_shareable(limits, kv_lens.shape[0])
+            may = torch.minimum(may, limits).clamp_(min=0)
+        return cls.from_page_table(table, may)
+
+    @classmethod
     def from_block_table(
         cls, block_table: Tensor, shareable: Tensor, page_size: int, *, max_depth: int = MAX_DEPTH
     ) -> PrefixForest:

@@ -3,47 +3,18 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from examples import share
 from hypothesis import example, given
 from hypothesis import strategies as st
+from native_planner import plan_as_device
 from plan_cases import COSTS, PlanCase, cases
 
-from fi_backend.core import jit
 from fi_backend.core.plan import PLAN_MAGIC, PLAN_VERSION, Plan
 from fi_backend.core.planner import Limits, Planner
 from fi_backend.core.spec import AttentionSpec
-
-GUARD = 4096
-SOURCE = Path(__file__).with_name("native") / "device_plan_host.cc"
-
-
-@cache
-def module() -> Any:
-    spec = jit.ModuleSpec("device_plan_host", ("core/capacity.cc", str(SOURCE)))
-    return jit.load(spec)
-
-
-def plan_as_device(
-    planner: Planner, qo_indptr: torch.Tensor, kv_lens: torch.Tensor, threads: int, seed: int = 1
-) -> Plan:
-    """Plan in a block of `threads` over memory that holds garbage, and check the memory behind."""
-    native = module()
-    words, size = native.workspace_words(planner.config), planner.layout.total
-    garbage = seed % 127 * 0x01010101
-    workspace = torch.full((words + GUARD,), garbage, dtype=torch.int32)
-    buffer = torch.full((size + GUARD,), 0xA5, dtype=torch.uint8)
-    plan = getattr(native, f"plan_{threads}")
-    plan(planner.config, qo_indptr, kv_lens, workspace[:words], buffer[:size], seed)
-    assert (workspace[words:] == garbage).all()
-    assert (buffer[size:] == 0xA5).all()
-    return Plan(buffer[:size].numpy(), planner.layout)
 
 
 def zeros(planner: Planner) -> bytes:

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "bind/device_plan_args.h"
 #include "fiber_block.h"
@@ -10,13 +11,14 @@
 namespace fi::test {
 namespace {
 
+using bind::Optional;
 using bind::TensorView;
 
 template <int kThreads>
 void plan(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorView workspace,
           TensorView buffer, int64_t seed) {
   using Block = FiberBlock<kThreads>;
-  using Memory = DevicePlanMemory<kThreads>;
+  using Memory = typename DevicePlanner<typename Block::Thread>::Memory;
   const DevicePlanArgs args =
       bind::device_plan_args(config, qo_indptr, kv_lens, workspace, buffer, bind::kHost);
   static const auto block = std::make_unique<Block>();
@@ -34,9 +36,36 @@ void plan(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorVie
   }
 }
 
+template <int kThreads, int kCtas>
+void plan_shared(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorView indices,
+                 TensorView row_begin, TensorView row_end, int64_t step, int64_t divisor, int64_t page_size,
+                 Optional<TensorView> limits, TensorView workspace, TensorView buffer, int64_t seed) {
+  using Block = FiberBlock<kThreads, kCtas>;
+  using Thread = typename Block::Thread;
+  using Memory = DeviceShareMemory<Thread>;
+  const DeviceShareArgs args =
+      bind::device_share_args(config, qo_indptr, kv_lens, indices, row_begin, row_end, step, divisor,
+                              page_size, limits, workspace, buffer, bind::kHost);
+  static const auto block = std::make_unique<Block>();
+  static std::vector<std::byte> memory(kCtas * sizeof(Memory));
+  std::memset(memory.data(), int(seed % 251), memory.size());
+  try {
+    block->run(
+        [&](Thread& thread) {
+          auto* own = reinterpret_cast<Memory*>(memory.data()) + thread.cta();
+          fi::plan_shared(thread, args, *own);
+        },
+        uint64_t(seed));
+  } catch (const std::runtime_error& e) {
+    TVM_FFI_THROW(RuntimeError) << e.what();
+  }
+}
+
 }  // namespace
 }  // namespace fi::test
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_128, fi::test::plan<128>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_512, fi::test::plan<512>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_shared_128_2, (fi::test::plan_shared<128, 2>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_shared_512_1, (fi::test::plan_shared<512, 1>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_words, fi::bind::device_workspace_words);

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which budget the items of a step are cut by, among those that plan_rules.h compares; by one block.
+#pragma once
+#include "device_tiles.h"
+
+namespace fi {
+
+// kShares: some tiles may be of prefix nodes.
+template <class Block, bool kShares>
+class BudgetChooser {
+ public:
+  static constexpr int kThreads = Block::kThreads, kWarps = kThreads / kWarp;
+  static constexpr int kCandidateThreads = kThreads / kNumCandidates;
+  static_assert(kCandidateThreads % kWarp == 0);
+
+  FI_DEVICE BudgetChooser(Block& block, const PlannerConfig& config, int32_t cost_shift,
+                          BudgetMemory<kWarps>& memory)
+      : block_(block),
+        c_(config),
+        m_(memory),
+        cost_shift_(cost_shift),
+        thread_(block.thread()),
+        warp_(thread_ / kWarp),
+        lane_(thread_ % kWarp) {}
+
+  // total: of the tiles' scaled costs. With many tickets the ideal share is taken as it is. Ends with a
+  // barrier.
+  template <class Tiles>
+  FI_DEVICE void choose(Tiles tiles, int32_t num_tiles, int64_t total, BudgetChoice& budget,
+                        bool many_tickets) {
+    if (warp_ == 0) {
+      const int64_t ideal = ideal_budget(c_, total, cost_shift_);
+      if (lane_ == 0) budget.ideal = ideal;
+      if (lane_ == 0) budget.choice = 0;
+      if (lane_ < kNumCandidates * kNumTiles) {
+        const int candidate = lane_ / kNumTiles, kind = lane_ % kNumTiles;
+        budget.chunk[candidate][kind] = chunk_tokens(c_, kind, candidate_budget(ideal, candidate));
+      }
+    }
+    block_.sync();
+    if (many_tickets) return;
+
+    // A quarter of the threads to each candidate.
+    constexpr int kGroup = kCandidateThreads / kWarp;
+    const int candidate = warp_ / kGroup, first = thread_ % kCandidateThreads;
+    const auto share = [&](int32_t t) {
+      const int32_t shape = tiles.at(kShape, t);
+      const TileLevel level = kShares ? shape_level(shape) : kFlat;
+      return estimate_share(c_, level, shape_kind(shape), tile_length(tiles, t),
+                            budget.chunk[candidate][shape_kind(shape)], cost_shift_);
+    };
+    int64_t load = 0, largest = 0, large = 0;
+    for (int32_t t = first; t < num_tiles; t += kCandidateThreads) {
+      const Share s = share(t);
+      load += s.items * s.cost;
+      largest = s.cost > largest ? s.cost : largest;
+    }
+    load = warp_sum64(block_, load);
+    largest = warp_max64(block_, largest);
+    if (lane_ == 0) {
+      m_.load[warp_] = load;
+      m_.largest[warp_] = largest;
+    }
+    block_.sync();
+    largest = warp_max64(block_, m_.largest[candidate * kGroup + lane_ % kGroup]);
+    for (int32_t t = first; t < num_tiles; t += kCandidateThreads)
+      if (const Share s = share(t); is_large(s.cost, largest)) large += s.items;
+    large = warp_sum64(block_, large);
+    if (lane_ == 0) m_.large[warp_] = large;
+    block_.sync();
+    if (warp_ == 0) compare_candidates(budget);
+    block_.sync();
+  }
+
+ private:
+  // One lane a candidate.
+  FI_DEVICE void compare_candidates(BudgetChoice& budget) {
+    constexpr int kGroup = kCandidateThreads / kWarp;
+    int64_t time = 0;
+    if (lane_ < kNumCandidates) {
+      int64_t load = 0, largest = 0, large = 0;
+      for (int w = lane_ * kGroup; w < (lane_ + 1) * kGroup; ++w) {
+        load += m_.load[w];
+        large += m_.large[w];
+        largest = m_.largest[w] > largest ? m_.largest[w] : largest;
+      }
+      time = estimate_time(c_, load, largest, large);
+    }
+    int choice = 0;
+    int64_t best = block_.shuffle(time, 0);
+    for (int i = 1; i < kNumCandidates; ++i) {
+      const int64_t next = block_.shuffle(time, i);
+      if (is_better(next, best)) {
+        best = next;
+        choice = i;
+      }
+    }
+    if (lane_ == 0) budget.choice = choice;
+    if (lane_ == 0) budget.time = best;
+  }
+
+  Block& block_;
+  const PlannerConfig& c_;
+  BudgetMemory<kWarps>& m_;
+  const int32_t cost_shift_;
+  const int thread_, warp_, lane_;
+};
+
+}  // namespace fi

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// A thread block as the device planner's templates see it (core/collectives.h, core/device_forest.h).
+#pragma once
+#include <cuda_runtime.h>
+
+#include "../core/device_forest.h"
+#include "../ptx/cluster.cuh"
+
+namespace fi::cuda {
+
+// Enough for a tile a thread of most steps; more warps would make every barrier and shuffle wait for longer.
+inline constexpr int kPlanThreads = 512;
+inline constexpr uint32_t kAllLanes = 0xffffffff;
+
+// One block of a grid that is one cluster, or the one block of a grid.
+class CudaBlock {
+ public:
+  static constexpr int kThreads = kPlanThreads;
+
+  __device__ __forceinline__ int thread() const { return int(threadIdx.x); }
+  __device__ __forceinline__ int cta() const { return int(blockIdx.x); }
+  __device__ __forceinline__ int ctas() const { return int(gridDim.x); }
+  __device__ __forceinline__ void sync() { __syncthreads(); }
+  __device__ __forceinline__ bool sync_or(bool v) { return __syncthreads_or(v); }
+  __device__ __forceinline__ void sync_cluster() {
+#if __CUDA_ARCH__ >= 900
+    ptx::barrier_cluster_arrive();
+    ptx::barrier_cluster_wait();
+#else
+    __syncthreads();
+#endif
+  }
+  __device__ __forceinline__ void sync_warp() { __syncwarp(); }
+  __device__ __forceinline__ uint32_t ballot(bool v) { return __ballot_sync(kAllLanes, v); }
+  template <class T>
+  __device__ __forceinline__ T shuffle(T v, int lane) {
+    return __shfl_sync(kAllLanes, v, lane);
+  }
+  template <class T>
+  __device__ __forceinline__ T shuffle_up(T v, int distance) {
+    return __shfl_up_sync(kAllLanes, v, distance);
+  }
+  __device__ __forceinline__ uint32_t warp_sum(uint32_t v) { return __reduce_add_sync(kAllLanes, v); }
+  __device__ __forceinline__ uint32_t warp_max(uint32_t v) { return __reduce_max_sync(kAllLanes, v); }
+  __device__ __forceinline__ uint32_t warp_or(uint32_t v) { return __reduce_or_sync(kAllLanes, v); }
+  __device__ __forceinline__ void add(uint32_t* to, uint32_t v) { atomicAdd(to, v); }
+  __device__ __forceinline__ int32_t compare_and_swap(int32_t* to, int32_t expected, int32_t desired) {
+    return atomicCAS(to, expected, desired);
+  }
+  __device__ __forceinline__ void keep_least(int32_t* to, int32_t v) { atomicMin(to, v); }
+  // From the L2 cache, in which the blocks of a cluster meet.
+  __device__ __forceinline__ Comparison load_exchanged(const Comparison* from) {
+    const int2 v = __ldcg(reinterpret_cast<const int2*>(from));
+    return {v.x, v.y};
+  }
+  __device__ __forceinline__ void store(WorkItem* to, const WorkItem& item) {
+    const auto* words = reinterpret_cast<const int4*>(&item);
+    reinterpret_cast<int4*>(to)[0] = words[0];
+    reinterpret_cast<int4*>(to)[1] = words[1];
+  }
+};
+
+}  // namespace fi::cuda

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared prefixes on the device, emulated: the host's forests, and the host planner's bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from examples import share
+from hypothesis import event, given
+from hypothesis import strategies as st
+from native_planner import plan_shared_as_device
+from plan_cases import PlanCase
+from shared_cases import SharedCase, shared_cases
+
+from fi_backend.core.page_table import PageTable
+from fi_backend.core.plan import PLAN_MAGIC, Plan
+from fi_backend.core.planner import Planner
+from fi_backend.core.prefix_forest import PrefixForest, shareable
+from fi_backend.core.sharing import SharingLimits
+
+SECTIONS = ("units", "parts", "kv_len_bounds", "nodes", "node_tokens", "reports", "items")
+
+
+def page_table(case: SharedCase) -> PageTable:
+    rows = case.rows()
+    table = torch.full((len(rows), max([1, *map(len, rows)])), -1, dtype=torch.int32)
+    for to, row in zip(table, rows, strict=True):
+        to[: len(row)] = torch.tensor(row, dtype=torch.int32)
+    kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32)
+    return PageTable.from_block_table(table, kv_lens, page_size=case.page_size)
+
+
+def forest_of(case: SharedCase, table: PageTable, limits: torch.Tensor | None = None) -> PrefixForest:
+    q_lens = torch.tensor(case.q_lens, dtype=torch.int32)
+    may = shareable(q_lens, table.kv_lens, case.page_size, case.step.group, case.step.tiles[1])
+    if limits is not None:
+        may = torch.minimum(may, limits)
+    may[1024:] = 0
+    return PrefixForest.from_page_table(table, may)
+
+
+def assert_same_plan(
+    case: SharedCase, blocks: str = "128_2", seed: int = 1, limits: torch.Tensor | None = None
+) -> Plan:
+    planner, table = case.planner(), page_table(case)
+    host = case.plan(planner, forest=forest_of(case, table, limits))
+    device = plan_shared_as_device(planner, case.plan_case.qo_indptr(), table, blocks, seed, limits)
+    assert device.header == host.header
+    for name in SECTIONS:
+        np.testing.assert_array_equal(getattr(device, name), getattr(host, name), err_msg=name)
+    assert device.tobytes() == host.tobytes()
+    return host
+
+
+cases = shared_cases(max_requests=24).map(lambda c: replace(c, step=replace(c.step, planned_queues=False)))
+
+
+@share(300)
+@given(cases, st.integers(0, 2**31 - 1))
+def test_bytes_equal_the_hosts(case: SharedCase, seed: int) -> None:
+    event(f"{assert_same_plan(case, seed=seed).header['num_nodes']} nodes")
+
+
+def tree(
+    groups: int,
+    members: int,
+    *,
+    root_pages: int,
+    group_pages: int,
+    q_len: int = 1,
+    own: int = 100,
+    **step: object,
+) -> SharedCase:
+    """One prompt of all, a prompt of each group, requests of the groups in turn."""
+    paths = tuple((0, i % groups) for i in range(groups * members))
+    runs = {(0,): root_pages} | {(0, g): group_pages for g in range(groups)}
+    return SharedCase(
+        paths=paths,
+        run_pages=runs,
+        q_lens=(q_len,) * len(paths),
+        own=tuple(q_len + own + i % 7 for i in range(len(paths))),
+        sharing=SharingLimits(512, 8, 4096),
+        step=replace(PlanCase((), (), group=4, heads=8, num_ctas=132, tiles=(16, 128)), **step),
+    )
+
+
+STEPS = {
+    "a batch of decode steps": tree(32, 8, root_pages=250, group_pages=40),
+    "few tickets": tree(2, 4, root_pages=700, group_pages=300),
+    "few tickets that are quicker flat": tree(2, 2, root_pages=3, group_pages=2, costs="coarse"),
+    "members that straddle tiles": tree(3, 11, root_pages=90, group_pages=20, q_len=5, group=5, heads=2),
+    "more tiles than fit shared memory": tree(3, 200, root_pages=20, group_pages=20, q_len=2, group=8),
+    "many nodes": tree(200, 2, root_pages=40, group_pages=30),
+    "more requests than are looked at": tree(2, 600, root_pages=9, group_pages=5, heads=1),
+}
+
+
+@pytest.mark.parametrize("blocks", ["128_2", "512_1"])
+@pytest.mark.parametrize("case", STEPS.values(), ids=STEPS)
+def test_steps_of_any_size(case: SharedCase, blocks: str) -> None:
+    assert_same_plan(case, blocks)
+
+
+def test_the_steps_are_what_their_names_say() -> None:
+    assert assert_same_plan(STEPS["a batch of decode steps"]).header["num_nodes"] == 33
+    assert assert_same_plan(STEPS["many nodes"]).header["num_nodes"] == 201
+    assert assert_same_plan(STEPS["few tickets that are quicker flat"]).header["num_nodes"] == 0
+
+
+@share(50)
+@given(cases, st.data())
+def test_limits_of_the_caller(case: SharedCase, data: st.DataObject) -> None:
+    draw = st.sampled_from((0, 1, case.page_size, 5 * case.page_size + 1, 2**31 - 1))
+    limits = torch.tensor([data.draw(draw) for _ in case.paths], dtype=torch.int32)
+    assert_same_plan(case, limits=limits)
+
+
+def test_without_anything_shared_the_plan_is_the_flat_one() -> None:
+    case = SharedCase(paths=((),) * 9, run_pages={}, q_lens=(1,) * 9, own=tuple(range(100, 1000, 100)))
+    planner = case.planner()
+    device = plan_shared_as_device(planner, case.plan_case.qo_indptr(), page_table(case), "128_2", 3)
+    assert device.tobytes() == case.plan_case.plan(planner).tobytes()
+
+
+def test_bad_lengths_give_a_plan_without_items() -> None:
+    case = tree(2, 4, root_pages=20, group_pages=20)
+    planner, table = case.planner(), page_table(case)
+    table.kv_lens[3] = -1
+    plan = plan_shared_as_device(planner, case.plan_case.qo_indptr(), table, "128_2", 1)
+    assert plan.header["magic"] == PLAN_MAGIC
+    assert plan.header["num_items"] == plan.header["num_nodes"] == 0
+
+
+def wrong(planner: Planner, case: SharedCase, match: str, **fields: object) -> None:
+    with pytest.raises(ValueError, match=match):
+        plan_shared_as_device(
+            planner, case.plan_case.qo_indptr(), replace(page_table(case), **fields), "128_2", 1
+        )
+
+
+def test_refusals() -> None:
+    case = tree(2, 4, root_pages=20, group_pages=20)
+    flat = case.plan_case.planner(page_size=case.page_size)
+    wrong(flat, case, r"^detect_prefixes: expected a planner with room for shared prefixes; got none")
+    wrong(case.planner(), case, r"^index_step, index_divisor: expected >= 1; got 0", index_step=0)
+    wrong(case.planner(), case, r"^row_end: ", row_end=torch.zeros(3, dtype=torch.int64))

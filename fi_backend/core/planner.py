@@ -89,10 +89,10 @@ class CostModel:
 
         On a CPU the arithmetic of a tile grows with its rows, while on a GPU tensor cores hide it behind the
         reads of the KV cache. share_cost is provisional: on a GPU, at 14.6 ns for four units, 1.5 us of a
-        multiprocessor to write, report and merge two states of a few rows; on a CPU a quarter of part_cost.
+        multiprocessor to write, report and merge two states of a few rows; on a CPU 1.5 us of a core.
         """
         if device.type == "cpu":
-            return cls(alpha=1, beta=(4, 5, 7, 11, 18), part_cost=256, share_cost=64)
+            return cls(alpha=1, beta=(4, 5, 7, 11, 18), part_cost=256, share_cost=128)
         return cls(alpha=10, beta=(4, 4, 4, 5, 7), part_cost=1500, share_cost=400)
 
 

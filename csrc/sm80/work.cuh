@@ -112,7 +112,8 @@ __device__ __forceinline__ void node_work(const AttentionParams& p, const Launch
   w.num_items = w.parts_begin = w.parts_end = 0;
   w.row_begin = level.row_begin[node.request];
   const int kv_len = level.kv_lens[node.request];
-  const bool legal = kv_len >= item.kv_end && holds(level, w.row_begin, level.row_end[node.request], kv_len);
+  const bool held = holds(level, w.row_begin, level.row_end[node.request], kv_len);
+  const bool legal = bool(int(held) & int(kv_len >= item.kv_end));
   w.faults = legal ? 0 : kFaultLengths;
   w.q_begin = item.q_begin;
   w.q_rows = min(int(item.q_rows), node.num_tokens * p.group - item.q_begin);

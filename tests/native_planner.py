@@ -62,6 +62,7 @@ def plan_shared_as_device(
     blocks: str,
     seed: int = 1,
     limits: torch.Tensor | None = None,
+    tally: torch.Tensor | None = None,
 ) -> Plan:
     """Find prefixes and plan in a cluster, `blocks`: threads and blocks of it, "128_2"."""
     memory = _Memory(planner, seed)
@@ -77,6 +78,7 @@ def plan_shared_as_device(
         table.index_divisor,
         table.page_size,
         limits,
+        tally,
         *memory.tensors,
         seed,
     )

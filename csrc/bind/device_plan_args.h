@@ -52,12 +52,12 @@ inline DevicePlanArgs device_plan_args(TensorView config, TensorView qo_indptr, 
   return a;
 }
 
-// limits: int32 [requests], or none.
+// limits: int32 [requests], or none. tally: int64 [3], or none.
 inline DeviceShareArgs device_share_args(TensorView config, TensorView qo_indptr, TensorView kv_lens,
                                          TensorView indices, TensorView row_begin, TensorView row_end,
                                          int64_t step, int64_t divisor, int64_t page_size,
-                                         Optional<TensorView> limits, TensorView workspace, TensorView buffer,
-                                         DLDevice device) {
+                                         Optional<TensorView> limits, Optional<TensorView> tally,
+                                         TensorView workspace, TensorView buffer, DLDevice device) {
   DeviceShareArgs a{};
   a.plan = device_plan_args(config, qo_indptr, kv_lens, workspace, buffer, device);
   const PlannerConfig& c = a.plan.config;
@@ -76,6 +76,10 @@ inline DeviceShareArgs device_share_args(TensorView config, TensorView qo_indptr
   if (limits.has_value()) {
     expect_vector("shareable", limits.value(), kInt32, requests, device);
     a.forest.limits = data<const int32_t>(limits.value());
+  }
+  if (tally.has_value()) {
+    expect_vector("tally", tally.value(), kInt64, 3, device);
+    a.tally = data<ShareTally>(tally.value());
   }
   const int64_t words = share_workspace_words(c);
   if (workspace.numel() < words)

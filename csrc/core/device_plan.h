@@ -33,8 +33,8 @@ class DevicePlanner {
         warp_(thread_ / kWarp),
         lane_(thread_ % kWarp) {}
 
-  // num_levels: nodes in `levels`.
-  FI_DEVICE void run(int32_t num_levels = 0) {
+  // num_levels: nodes in `levels`. Returns how many the plan has: all or none.
+  FI_DEVICE int32_t run(int32_t num_levels = 0) {
     clear();
     int32_t* tile_begin = a_.num_requests <= kSharedRequests ? m_.tile_begin : a_.workspace;
     const uint32_t found = read_requests(tile_begin);
@@ -43,7 +43,7 @@ class DevicePlanner {
         counters()[kFaults] = int32_t(found & ~kSeveralTiles);
         write_header(0, {}, 0, {});
       }
-      return;
+      return 0;
     }
     if constexpr (kShares) num_nodes_ = num_levels;
     if (kShares && num_nodes_ > 0) place_nodes();
@@ -53,6 +53,7 @@ class DevicePlanner {
     else
       plan(static_cast<const int32_t*>(tile_begin),
            GlobalTiles{a_.workspace + c_.limits.max_requests + 1, a_.tile_capacity}, found & kSeveralTiles);
+    return num_nodes_;
   }
 
  private:

@@ -44,6 +44,9 @@ class CudaBlock {
   __device__ __forceinline__ uint32_t warp_max(uint32_t v) { return __reduce_max_sync(kAllLanes, v); }
   __device__ __forceinline__ uint32_t warp_or(uint32_t v) { return __reduce_or_sync(kAllLanes, v); }
   __device__ __forceinline__ void add(uint32_t* to, uint32_t v) { atomicAdd(to, v); }
+  __device__ __forceinline__ void add(uint64_t* to, uint64_t v) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(to), v);
+  }
   __device__ __forceinline__ int32_t compare_and_swap(int32_t* to, int32_t expected, int32_t desired) {
     return atomicCAS(to, expected, desired);
   }

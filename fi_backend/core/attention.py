@@ -24,6 +24,7 @@ from fi_backend.core.plan import Plan
 from fi_backend.core.plan_buffer import PlanBuffer
 from fi_backend.core.planner import CostModel, Limits, Planner
 from fi_backend.core.prefix_forest import PrefixForest
+from fi_backend.core.share_tally import ShareTally
 from fi_backend.core.sharing import SharingLimits, flat_reason
 from fi_backend.core.spec import AttentionSpec
 from fi_backend.core.support import cost_model, default_workers, query_tiles, resolve, unsupported_reason
@@ -45,7 +46,7 @@ class BatchAttention:
     (default: an own one). costs: the planner's cost model (default: that of the device). sharing: capacity
     for prefixes that several requests share (default: none).
 
-    All memory is allocated here; plan() and run() allocate nothing but the output when none is given.
+    tally: what shared prefixes have saved, or None without sharing. All memory is allocated here; plan() and run() allocate nothing but the output when none is given.
     Raises UnsupportedError when the spec cannot run on the device (see support.unsupported_reason).
     """
 
@@ -87,6 +88,7 @@ class BatchAttention:
         if self.device.type == "cuda":
             self.planner.prepare(self.device)
         ops.scale_tensor("k_scale", 1.0, self.device)
+        self.tally = ShareTally(self.device) if self.planner.sharing else None
         self._qo_indptr: Tensor | None = None
         self._table: PageTable | None = None
         self._mask: PackedMask | None = None
@@ -197,10 +199,10 @@ class BatchAttention:
     def _plan_on_device(
         self, qo_indptr: Tensor, kv_lens: Tensor, searched: PageTable | None, shareable: Tensor | None
     ) -> None:
+        buffer, limits = self._plan_buffer.tensor, shareable if searched else None
+        tally = self.tally.tensor if self.tally else None
         try:
-            self.planner.plan_on_device(
-                qo_indptr, kv_lens, self._plan_buffer.tensor, searched, shareable if searched else None
-            )
+            self.planner.plan_on_device(qo_indptr, kv_lens, buffer, searched, limits, tally)
         except ValueError as error:
             raise PlanError(str(error)) from None
 
@@ -213,7 +215,10 @@ class BatchAttention:
         self._plan_buffer.upload()
         view = host.numpy()
         view.flags.writeable = False
-        return Plan(view, self.planner.layout)
+        plan = Plan(view, self.planner.layout)
+        if self.tally and forest is not None:
+            self.tally.add(plan)
+        return plan
 
     def run(
         self,

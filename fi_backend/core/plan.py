@@ -73,6 +73,7 @@ HEADER = np.dtype(
     ]
     + [("reserved", "<i4", 14)]
 )
+_NUM_NODES = HEADER.fields["num_nodes"][1] if HEADER.fields else 0
 
 
 class PlanLayout(NamedTuple):
@@ -107,6 +108,11 @@ class Plan:
         """Counts and constants of the plan by name."""
         record = self.buffer[: HEADER.itemsize].view(HEADER)[0]
         return {name: int(record[name]) for name in HEADER.names or () if name != "reserved"}
+
+    @property
+    def num_nodes(self) -> int:
+        """Prefix nodes of the plan, without decoding the rest of the header."""
+        return int(self.buffer[_NUM_NODES : _NUM_NODES + 4].view(np.int32)[0])
 
     @property
     def items(self) -> npt.NDArray[Any]:

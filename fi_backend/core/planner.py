@@ -200,6 +200,7 @@ class Planner:
         buffer: Tensor,
         table: PageTable | None = None,
         shareable: Tensor | None = None,
+        tally: Tensor | None = None,
     ) -> None:
         """Queue the plan of one step on the current stream; the bytes are those of plan().
 
@@ -211,7 +212,7 @@ class Planner:
         table: pages of the requests, in which shared prefixes are looked for, among the first 1024 requests;
             the plan is that of PrefixForest.from_page_table(). Needs room for sharing. shareable: CUDA int32
             [requests], at most so many KV tokens of each request are shared (default: all whole pages before
-            its queries).
+            its queries). tally: CUDA int64 [3], see ShareTally; a plan with shared prefixes adds to it.
         """
         self.prepare(kv_lens.device)
         native, workspace, ctas = self._on_device[kv_lens.device]
@@ -229,6 +230,7 @@ class Planner:
             table.index_divisor,
             table.page_size,
             shareable,
+            tally,
             workspace,
             buffer,
             ctas,

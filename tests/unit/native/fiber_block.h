@@ -97,6 +97,7 @@ class FiberBlock {
       return reduce(kOr, v, [](uint32_t a, uint32_t b) { return a | b; });
     }
     void add(uint32_t* to, uint32_t v) { *to += v; }
+    void add(uint64_t* to, uint64_t v) { *to += v; }
     int32_t compare_and_swap(int32_t* to, int32_t expected, int32_t desired) {
       const int32_t was = *to;
       if (was == expected) *to = desired;

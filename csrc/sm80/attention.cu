@@ -34,8 +34,10 @@ cudaError_t launch(const AttentionParams& p, int num_ctas, cudaStream_t stream) 
   c.v_head_bytes = p.v_stride_head * kItem;
   c.k_token_bytes = p.k_stride_token * kItem;
   c.v_token_bytes = p.v_stride_token * kItem;
-  c.same_strides = c.k_page_bytes == c.v_page_bytes && c.k_head_bytes == c.v_head_bytes &&
-                   c.k_token_bytes == c.v_token_bytes;
+  const int64_t reach = p.level.num_pages * c.k_page_bytes + p.level.page_size * c.k_token_bytes;
+  c.one_offset = reach < int64_t(kNoRow) * 16 && c.k_page_bytes == c.v_page_bytes &&
+                 c.k_head_bytes == c.v_head_bytes && c.k_token_bytes == c.v_token_bytes &&
+                 c.k_page_bytes >= 0 && c.k_token_bytes >= 0;
   // An attribute of the current device; setting it again is cheap and legal during capture.
   if (const cudaError_t error = prepare(); error != cudaSuccess) return error;
   attention_kernel<Instance><<<num_ctas, kThreads, Instance::kSharedBytes, stream>>>(p, c);

@@ -9,12 +9,12 @@ namespace fi::sm80 {
 template <class Traits>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ LaunchConstants c) {
-  extern __shared__ __align__(128) char shared[];
+  extern __shared__ __align__(1024) char shared[];
   if (threadIdx.x < kConsumers) warm_lengths(p, c);
   static_assert(sizeof(Control) <= Traits::kControlBytes);
   Control& control = *reinterpret_cast<Control*>(shared + Traits::kSharedBytes - Traits::kControlBytes);
   const uint32_t stages = ptx::shared_address(shared) + Traits::kQBytes;
-  auto* rows = reinterpret_cast<int32_t*>(shared + Traits::kQBytes + Traits::kStages * Traits::kStageBytes);
+  auto* rows = reinterpret_cast<uint32_t*>(shared + Traits::kQBytes + Traits::kStages * Traits::kStageBytes);
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStages; ++i) {
       for (int lap = 0; lap < 2; ++lap)

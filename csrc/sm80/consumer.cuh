@@ -34,6 +34,7 @@ struct Consumer {
   char* slice;
   int group, member, members;  // row group; which of the warps that share its KV tiles; how many those are
   int pair, column_warp;       // which of the warps that share rows and columns
+  int inner_begin, inner_end;  // keys that all rows see
   uint32_t q[Traits::kQInRegisters ? kQSteps : 1][4];
   float out[kColumns][4];
   RowState state;
@@ -63,6 +64,8 @@ struct Consumer {
     column_warp = warp % Traits::kColumnWarps;
     group = warp / Traits::kColumnWarps / members;
     member = warp / Traits::kColumnWarps % members;
+    inner_begin = max(w.lo, Variant::visible_keys(p, w.last, w.kv_end).begin);
+    inner_end = min(w.kv_end, Variant::visible_keys(p, w.first, w.kv_end).end);
     load_queries();
     clear();
   }
@@ -223,9 +226,7 @@ struct Consumer {
   // Masks and transforms the logits of keys key_begin .. key_begin + 8 kN - 1.
   template <int kN>
   __device__ __forceinline__ void transform(int key_begin, float scale, float (&s)[kN][4]) const {
-    const int tile_end = key_begin + kN * 8;
-    const bool edge = tile_end > w.kv_end || key_begin < w.lo || (p.causal && tile_end > w.first + 1) ||
-                      (p.window_left >= 0 && w.last - key_begin > p.window_left) || kMask;
+    const bool edge = key_begin < inner_begin || key_begin + kN * 8 > inner_end || kMask;
     if (!edge && !kTransform) return;
     const int first_key = key_begin + (lane % 4) * 2;
 #pragma unroll

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The consumers' walk through items: their tiles of the ring, then the result.
 #pragma once
+#include "../sm90/wide.cuh"
 #include "levels.cuh"
 
 namespace fi::sm80 {
@@ -76,6 +77,14 @@ __device__ __forceinline__ void run_item(const AttentionParams& p, const LaunchC
                                          const Work& w, int tid, char* shared, uint32_t stages,
                                          const Ring<Traits::kStages>& stage, int tiles) {
   Consumer<Traits> x(p, c, w, tid, shared);
+  if constexpr (Traits::kWgmma && !Variant::kTransformsKey) {
+    if (x.members == 1) {
+      sm90::Wide<Traits>::attend(x, control, stages, stage, tiles);
+      if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
+      store(x);
+      return;
+    }
+  }
   attend<Traits>(x, control, stages, stage, x.member, x.members, tiles, [](int) {});
   if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
   if (x.members > 1) {

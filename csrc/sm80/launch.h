@@ -7,6 +7,9 @@
 
 namespace fi::sm80 {
 
+// Stands for the row of a key that is not read.
+inline constexpr uint32_t kNoRow = 0xffffffff;
+
 // What the launcher derives from the parameters.
 struct LaunchConstants {
   FastDivide group;
@@ -14,7 +17,8 @@ struct LaunchConstants {
   FastDivide index_divisor;
   FastDivide num_kv_heads;
   int64_t k_page_bytes, v_page_bytes, k_head_bytes, v_head_bytes, k_token_bytes, v_token_bytes;
-  bool same_strides;  // of K and V
+  // K and V have the same strides, and a row's distance from the first one fits into 32 bits of 16 bytes.
+  bool one_offset;
 };
 
 // Loads the kernel on the current device, which a capture must not do; launch() does it where it is not done.

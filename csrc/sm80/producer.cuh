@@ -123,11 +123,13 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
   }
 }
 
-// Reads the page table ahead of the producers: the page of every key of a tile, or -1 where there is nothing
-// to read. A page outside the cache is not read either and condemns the item.
+// Reads the page table ahead of the producers: for every key of a tile its page, or where its row lies in
+// units of 16 bytes from the first one; kNoRow where there is nothing to read. A page outside the cache is
+// not read either and condemns the item.
 template <class Traits, bool kIndexed>
 __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchConstants& c, Control& control,
-                                      int32_t* rows) {
+                                      uint32_t* rows) {
+  const uint32_t page_step = uint32_t(c.k_page_bytes / 16), token_step = uint32_t(c.k_token_bytes / 16);
   constexpr int kBatch = kRowTiles / 2;  // tiles whose indices are read together
   constexpr int kKvTile = Traits::kKvTile, kHalves = kKvTile / 32;
   const int lane = threadIdx.x % 32;
@@ -159,20 +161,20 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
       for (int j = 0; j < kBatch; ++j) {
         if (tile + j >= tiles) break;
         bool fault = false;
-        int32_t page[kHalves];
+        uint32_t row[kHalves];
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
           int64_t x = found[j][half];
           if (kIndexed && x >= 0) x = c.index_divisor.divide(int32_t(x));
           if (!kIndexed && x >= 0) x += w.row_begin;
           const int64_t last = p.level.num_pages - 1;
-          bool inside = x < last;
-          if (x == last) {
-            const int key = kv_begin + (tile + j) * kKvTile + half * 32 + lane;
-            inside = key - c.page_size.divide(key) * c.page_size.divisor < p.level.last_page_size;
-          }
+          const int key = kv_begin + (tile + j) * kKvTile + half * 32 + lane;
+          const uint32_t in_page = uint32_t(key - c.page_size.divide(key) * c.page_size.divisor);
+          const bool inside = x < last || (x == last && int(in_page) < p.level.last_page_size);
           fault |= x >= 0 && !inside;
-          page[half] = x >= 0 && inside ? int32_t(x) : -1;
+          row[half] = uint32_t(x);
+          if (c.one_offset) row[half] = uint32_t(x) * page_step + in_page * token_step;
+          if (x < 0 || !inside) row[half] = kNoRow;
         }
         if (fault) {
           atomicOr(&w.faults, kFaultPages);
@@ -180,7 +182,7 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
         }
         ptx::mbarrier_wait(ptx::shared_address(&control.rows_empty[ring.at]), ring.parity() ^ 1);
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) rows[ring.at * kKvTile + half * 32 + lane] = page[half];
+        for (int half = 0; half < kHalves; ++half) rows[ring.at * kKvTile + half * 32 + lane] = row[half];
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.rows_full[ring.at]));
         ring.advance();
@@ -192,12 +194,12 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
   }
 }
 
-// A producer warp brings half of the rows of a tile, lane i knowing where row i lies; eight lanes copy a
-// row.
+// A producer warp brings half of the rows of a tile; eight lanes copy a row.
 template <class Traits>
 struct Loader {
   static constexpr int kKvTile = Traits::kKvTile;
   static constexpr int kRows = kKvTile / kProducerWarps;  // 32 or 16
+  static constexpr int kSteps = kRows / 4;                // a warp copies four rows at a time
 
   const AttentionParams& p;  // constant bank: strides and divisors cost no registers
   const LaunchConstants& c;
@@ -210,30 +212,39 @@ struct Loader {
   __device__ __forceinline__ void begin(const Work& w) {
     k = static_cast<const char*>(p.k) + int64_t(w.kv_head) * c.k_head_bytes + lane % 8 * 16;
     v = static_cast<const char*>(p.v) + int64_t(w.kv_head) * c.v_head_bytes + lane % 8 * 16;
+    // Else the compiler adds the caches' addresses once more for every row.
+    asm volatile("" : "+l"(k), "+l"(v));
   }
 
-  // Starts the copies of a tile whose lane's row is key `key` on `page`. Rows that do not exist become zeros,
-  // since 0 * NaN would be NaN in the product with V.
-  __device__ __forceinline__ void copy(int key, int32_t page, uint32_t k_tile, uint32_t v_tile) const {
-    // Distances from the head's first row, multiples of 16 bytes: the lowest bit is free to say that there is
-    // no row.
-    uint64_t k_row = 1, v_row = 1;
-    if (page >= 0) {
-      const int offset = key - c.page_size.divide(key) * c.page_size.divisor;
-      k_row = page * c.k_page_bytes + offset * c.k_token_bytes;
-      v_row = page * c.v_page_bytes + offset * c.v_token_bytes;
-    }
+  // What the guide says of the rows that this lane copies.
+  __device__ __forceinline__ void read(const uint32_t* rows, uint32_t (&found)[kSteps]) const {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) found[i] = rows[warp * kRows + i * 4 + lane / 8];
+  }
+
+  // Starts the copies of a tile that begins at key `first`. Rows that do not exist become zeros, since 0 *
+  // NaN would be NaN in the product with V.
+  template <bool kOneOffset>
+  __device__ __forceinline__ void copy(const uint32_t (&found)[kSteps], int first, uint32_t k_tile,
+                                       uint32_t v_tile) const {
     const uint32_t to = (warp * kRows + lane / 8) * kRowBytes + (((lane % 8) ^ (lane / 8)) << 4);
 #pragma unroll
-    for (int i = 0; i < kRows / 4; ++i) {
-      const uint64_t k_found = __shfl_sync(~0u, k_row, i * 4 + lane / 8);
-      uint64_t v_found = k_found;
-      if (!c.same_strides) v_found = __shfl_sync(~0u, v_row, i * 4 + lane / 8);
-      const uint32_t bytes = k_found & 1 ? 0 : 16;
+    for (int i = 0; i < kSteps; ++i) {
+      const bool exists = found[i] != kNoRow;
+      const uint32_t bytes = exists ? 16 : 0, row = exists ? found[i] : 0;
+      int64_t k_row, v_row;
+      if constexpr (kOneOffset) {
+        k_row = v_row = int64_t(uint64_t(row) * 16);
+      } else {
+        const int key = first + warp * kRows + i * 4 + lane / 8;
+        const int in_page = exists ? key - c.page_size.divide(key) * c.page_size.divisor : 0;
+        k_row = row * c.k_page_bytes + in_page * c.k_token_bytes;
+        v_row = row * c.v_page_bytes + in_page * c.v_token_bytes;
+      }
       // Rows 4 .. 7 of eight have the third bit of the swizzle set.
       const uint32_t at = (to ^ (i % 2 * 64)) + i * 4 * kRowBytes;
-      copy_row<Traits::kKChunks>(k_tile + at, k + (k_found & ~uint64_t(1)), bytes);
-      copy_row<Traits::kVChunks>(v_tile + at, v + (v_found & ~uint64_t(1)), bytes);
+      copy_row<Traits::kKChunks>(k_tile + at, k + k_row, bytes);
+      copy_row<Traits::kVChunks>(v_tile + at, v + v_row, bytes);
     }
   }
 
@@ -248,10 +259,10 @@ struct Loader {
 
 template <class Traits>
 __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchConstants& c, Control& control,
-                                        const int32_t* rows, uint32_t stages) {
+                                        const uint32_t* rows, uint32_t stages) {
   const int warp = threadIdx.x / 32 - kConsumerWarps, lane = threadIdx.x % 32;
   Loader<Traits> loader(p, c, warp);
-  constexpr int kKvTile = Traits::kKvTile, kRows = Loader<Traits>::kRows;
+  constexpr int kKvTile = Traits::kKvTile;
   Ring<kSlots> slot;
   Ring<kRowTiles> ring;
   Ring<Traits::kStages> stage;
@@ -259,20 +270,24 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
     ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     const Work& w = control.slots[slot.at];
     if (w.ticket < 0) return;
-    const int tiles = w.tiles, row = warp * kRows + lane % kRows, first_key = w.kv_begin + row;
+    const int tiles = w.tiles, kv_begin = w.kv_begin;
     loader.begin(w);
     const bool draws = warp == 0 && lane == 0;
     if (draws && tiles <= kDrawAhead) ptx::mbarrier_arrive(ptx::shared_address(&control.draw));
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i) {
       ptx::mbarrier_wait(ptx::shared_address(&control.rows_full[ring.at]), ring.parity());
-      const int32_t page = rows[ring.at * kKvTile + row];
+      uint32_t found[Loader<Traits>::kSteps];
+      loader.read(rows + ring.at * kKvTile, found);
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.rows_empty[ring.at]));
       ring.advance();
       ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
       const uint32_t k_tile = stages + stage.at * Traits::kStageBytes;
-      loader.copy(first_key + i * kKvTile, page, k_tile, k_tile + Traits::kKBytes);
+      if (c.one_offset)
+        loader.template copy<true>(found, kv_begin + i * kKvTile, k_tile, k_tile + Traits::kKBytes);
+      else
+        loader.template copy<false>(found, kv_begin + i * kKvTile, k_tile, k_tile + Traits::kKBytes);
       ptx::mbarrier_arrive_after_copies(full_barrier(control, stage));
       stage.advance();
       if (draws && tiles - i - 1 == kDrawAhead) ptx::mbarrier_arrive(ptx::shared_address(&control.draw));

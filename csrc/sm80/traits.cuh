@@ -64,6 +64,8 @@ struct Traits {
   static constexpr int kMaxGroups = kConsumerWarps / kColumnWarps;  // of 16 rows
   static constexpr int kWarpColumns = kHeadDimV / kColumnWarps;
   static_assert(kWarpColumns % 16 == 0);
+  // Tiles of 128 rows are multiplied by warpgroups (sm90/wide.cuh).
+  static constexpr bool kWgmma = kMovesRegisters && !kFp8 && !kInvariant && kColumnWarps == 1;
   // Fragments of the queries stay in registers where the output leaves room for them.
   static constexpr bool kQInRegisters = kMovesRegisters && kHeadDim <= 128;
 

@@ -50,7 +50,14 @@ struct Ring {
 
   __device__ __forceinline__ uint32_t parity() const { return lap & 1; }
 
-  __device__ __forceinline__ void advance(int steps = 1) {
+  __device__ __forceinline__ void advance() {
+    if (++at == kSize) {
+      at = 0;
+      ++lap;
+    }
+  }
+
+  __device__ __forceinline__ void advance(int steps) {
     at += steps;
     while (at >= kSize) {
       at -= kSize;

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tiles of 128 packed rows on Hopper: each of two warpgroups holds 64 rows and multiplies them by wgmma. The
+// layout of fragments and of shared memory is mma.sync's, so that all else is shared with the sm_80 template.
+#pragma once
+#include "../ptx/wgmma.cuh"
+#include "../sm80/epilogue.cuh"
+
+namespace fi::sm90 {
+
+using sm80::kRowBytes;
+
+template <class Traits>
+struct Wide {
+  using T = typename Traits::T;
+  using Consumer = sm80::Consumer<Traits>;
+  using Ring = sm80::Ring<Traits::kStages>;
+  static constexpr int kKvTile = Traits::kKvTile;
+  static constexpr int kTiles = Consumer::kTiles;           // fragments of a tile's logits
+  static constexpr int kColumns = Consumer::kColumns;       // fragments of the output
+  static constexpr int kQSteps = Consumer::kQSteps;         // ksteps of Q K^T
+  static constexpr int kVSteps = kKvTile / 16;              // ksteps of P V
+  static constexpr int kColumnBytes = kKvTile * kRowBytes;  // of 64 elements of every key
+  static constexpr int kEightRows = 8 * kRowBytes;
+  static_assert(Traits::kQBytes % kEightRows == 0 && Traits::kKBytes % kEightRows == 0 &&
+                    Traits::kStageBytes % kEightRows == 0,
+                "the swizzle counts rows from multiples of 1024 bytes");
+  // Tiles that are taken together: what surrounds the products costs as much for one as for two, but two
+  // leave no registers for masks and transforms.
+  static constexpr int kStep = sm80::kTransform || sm80::kMask ? 1 : 2;
+
+  // The same value in all lanes, and known to be: descriptors are computed once a warp, not in each lane.
+  __device__ __forceinline__ static uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
+
+  // The queries times a tile of K.
+  __device__ __forceinline__ static void multiply_keys(float (*s)[4], const uint32_t (&q)[kQSteps][4],
+                                                       uint32_t k_tile) {
+    const uint32_t keys = uniform(ptx::descriptor_low(k_tile, 0));
+#pragma unroll
+    for (int step = 0; step < kQSteps; ++step)
+      ptx::wgmma_m64k16<T, kTiles, 0>(
+          s, q[step], ptx::descriptor(keys + (step / 4 * kColumnBytes + step % 4 * 32) / 16, kEightRows),
+          step > 0);
+  }
+
+  // Weights times a tile of V, output fragments from kFirst on, in pieces that wgmma has: of 16, 8, 4 or 2.
+  template <int kFirst>
+  __device__ __forceinline__ static void multiply_values(float (&out)[kColumns][4],
+                                                         const uint32_t (*weights)[4], uint32_t v_tile) {
+    constexpr int kLeft = kColumns - kFirst;
+    constexpr int kPiece = kLeft >= 16 ? 16 : kLeft >= 8 ? 8 : kLeft >= 4 ? 4 : 2;
+    const uint32_t values = uniform(ptx::descriptor_low(v_tile, kColumnBytes)) +
+                            (kFirst / 8 * kColumnBytes + kFirst % 8 * 16) / 16;
+#pragma unroll
+    for (int step = 0; step < kVSteps; ++step)
+      ptx::wgmma_m64k16<T, kPiece, 1>(out + kFirst, weights[step],
+                                      ptx::descriptor(values + step * 2 * kEightRows / 16, kEightRows), 1);
+    if constexpr (kLeft > kPiece) multiply_values<kFirst + kPiece>(out, weights, v_tile);
+  }
+
+  // Turns logits into weights; returns the factors by which the output so far shrinks.
+  template <int kN>
+  __device__ __forceinline__ static void weigh(Consumer& x, float scale, float (&s)[kN][4],
+                                               float (&shrink)[2]) {
+    if constexpr (sm80::Variant::kSoftmax) x.state.update(scale, s, shrink);
+  }
+
+  // Weights as A fragments.
+  template <int kN>
+  __device__ __forceinline__ static void pack(const float (&s)[kN][4], uint32_t (&weights)[kN / 2][4]) {
+#pragma unroll
+    for (int t = 0; t < kN / 2; ++t) Consumer::weights_fragment(s, t, weights[t]);
+  }
+
+  __device__ __forceinline__ static void rescale(Consumer& x, const float (&shrink)[2]) {
+    if constexpr (!sm80::Variant::kSoftmax) return;
+    // Later tiles rarely hold a new maximum; a factor of 1 changes nothing.
+    if (!__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) return;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x.out[n][e] *= shrink[e / 2];
+  }
+
+  // Keeps the assembler from moving the wait that follows up, in front of the arithmetic that yields `sum`,
+  // beside which the products are to run: the two meet in no register, but nothing passes a branch. It is
+  // never taken.
+  __device__ __forceinline__ static void hold(float sum) {
+    if (sum < 0.f) __trap();
+  }
+
+  // All tiles of an item, the first being at `ring` of the pipeline. Where their number is odd, the first
+  // step of two has one of them: it is multiplied twice and weighs nothing the second time, since wgmma under
+  // a condition would be serialised. The product of a step with V runs beside the softmax of the next one.
+  __device__ __forceinline__ static void attend(Consumer& x, sm80::Control& control, uint32_t stages,
+                                                Ring ring, int tiles) {
+    if (tiles == 0) return;
+    float scale = x.p.scale * x.p.k_scale[x.w.kv_head * x.p.k_scale_stride];
+    if (!sm80::kTransform && !(scale > 0.f)) scale = sm80::quiet_nan();
+    const float factor = sm80::kTransform ? 1.f : scale * sm80::kLog2e;
+    float s[kStep * kTiles][4], shrink[2];
+    uint32_t weights[kStep * kVSteps][4];
+    Step step{ring, kStep - tiles % kStep};
+    int key = x.w.kv_begin;
+    step.wait(control);
+    ptx::wgmma_fence();
+    start_logits(s, x.q, step, stages);
+    ptx::wgmma_wait<0>();
+    ptx::settle(s);
+    x.transform(key, scale, s);
+    if (step.count < kStep) leave_out(s);
+    weigh(x, factor, s, shrink);
+    pack(s, weights);
+#pragma unroll 1
+    for (int left = tiles - step.count; left > 0; left -= kStep) {
+      key += step.count * kKvTile;
+      const Step next{step.behind(), kStep};
+      next.wait(control);
+      ptx::wgmma_fence();
+      start_logits(s, x.q, next, stages);
+      start_values(x, weights, step, stages);
+      ptx::wgmma_wait<1>();
+      ptx::settle(s);
+      x.transform(key, scale, s);
+      weigh(x, factor, s, shrink);
+      hold(x.state.sum[0] + x.state.sum[1]);
+      ptx::wgmma_wait<0>();
+      ptx::settle(x.out);
+      ptx::settle(weights);
+      step.release(control, x.lane);
+      rescale(x, shrink);
+      pack(s, weights);
+      step = next;
+    }
+    ptx::wgmma_fence();
+    start_values(x, weights, step, stages);
+    ptx::wgmma_wait<0>();
+    ptx::settle(x.out);
+    step.release(control, x.lane);
+  }
+
+ private:
+  // Tiles of the pipeline that are taken together: `count` of them from `ring` on.
+  struct Step {
+    Ring ring;
+    int count;
+
+    // Where tile i stands; the first one again behind the last.
+    __device__ __forceinline__ Ring at(int i) const {
+      Ring found = ring;
+      if (i > 0 && i < count) found.advance();
+      return found;
+    }
+
+    __device__ __forceinline__ Ring behind() const {
+      Ring next = ring;
+      next.advance();
+      if (count > 1) next.advance();
+      return next;
+    }
+
+    __device__ __forceinline__ uint32_t tile(uint32_t stages, int i) const {
+      return stages + at(i).at * Traits::kStageBytes;
+    }
+
+    __device__ __forceinline__ void wait(sm80::Control& control) const {
+#pragma unroll
+      for (int i = 0; i < kStep; ++i)
+        ptx::mbarrier_wait(sm80::full_barrier(control, at(i)), at(i).lap >> 1 & 1);
+      // The copies went through the generic proxy.
+      ptx::fence_async_shared();
+    }
+
+    __device__ __forceinline__ void release(sm80::Control& control, int lane) const {
+#pragma unroll
+      for (int i = 0; i < kStep; ++i)
+        if (lane == 0 && i < count) ptx::mbarrier_arrive(ptx::shared_address(&control.empty[at(i).at]));
+    }
+  };
+
+  // The second tile of a step that has one.
+  __device__ __forceinline__ static void leave_out(float (&s)[kStep * kTiles][4]) {
+#pragma unroll
+    for (int t = kTiles; t < kStep * kTiles; ++t)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[t][e] = sm80::Variant::kSoftmax ? -INFINITY : 0.f;
+  }
+
+  __device__ __forceinline__ static void start_logits(float (&s)[kStep * kTiles][4],
+                                                      const uint32_t (&q)[kQSteps][4], const Step& step,
+                                                      uint32_t stages) {
+#pragma unroll
+    for (int i = 0; i < kStep; ++i) multiply_keys(s + i * kTiles, q, step.tile(stages, i));
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ static void start_values(Consumer& x,
+                                                      const uint32_t (&weights)[kStep * kVSteps][4],
+                                                      const Step& step, uint32_t stages) {
+#pragma unroll
+    for (int i = 0; i < kStep; ++i)
+      multiply_values<0>(x.out, weights + i * kVSteps, step.tile(stages, i) + Traits::kKBytes);
+    ptx::wgmma_commit();
+  }
+};
+
+}  // namespace fi::sm90

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from attention_batch import GUARD_BYTES, scale_argument
+from attention_batch import GUARD_BYTES, scale_argument, torch_threads
 from engine_memory import GARBAGE_IDS, POISON_BYTE, poison
 from gpu_device import device, starts_of
 from numeric import assert_close, assert_lse_close
@@ -108,6 +108,10 @@ class SharedServing:
 
     def fill(self, case: SharedCase) -> None:
         """Bring a case's inputs to the device; outputs become NaN."""
+        with torch_threads(1):
+            self._fill(case)
+
+    def _fill(self, case: SharedCase) -> None:
         size = self.spec.page_size
         blocks = torch.tensor(GARBAGE_IDS, dtype=torch.int32).repeat(self.blocks.numel())
         blocks = blocks[: self.blocks.numel()].view(self.blocks.shape)
@@ -155,9 +159,13 @@ class SharedServing:
         self.run(attn)
         return self.results()
 
-    def expected(self, case: SharedCase) -> tuple[Tensor, Tensor, Tensor]:
-        """(o, lse, amplitude) of the oracle in float64, amplitude being sum(p * |v|)."""
+    def expected(self, case: SharedCase, there: str = "") -> tuple[Tensor, Tensor, Tensor]:
+        """(o, lse, amplitude) of the oracle in float64 on the host, amplitude being sum(p * |v|).
+
+        there: where the oracle computes, by default the device under test.
+        """
         spec, q, start = self.spec, self.queries(case), 0
+        there = there or device()
         parts = []
         for pages, q_len, kv_len in zip(case.rows(), case.q_lens, case.kv_lens, strict=True):
             ids = self.order[torch.tensor(pages, dtype=torch.int64)]
@@ -165,18 +173,19 @@ class SharedServing:
                 pool.view(_BITS[pool.element_size()])[ids].view(pool.dtype).flatten(0, 1)[:kv_len].float()
                 for pool in (self.k_pool, self.v_pool)
             )
-            o, lse = attention(
-                q[start : start + q_len],
-                k,
-                torch.cat([v, v.abs()], dim=2),
-                scale=spec.scale,
-                causal=spec.causal,
-                soft_cap=spec.logits_soft_cap,
-                sinks=None if self.sinks is None else self.sinks.cpu(),
-                k_scale=scale_argument(self.scales[0]),
-                v_scale=scale_argument(self.scales[1]),
-            )
-            parts.append((o[..., : spec.head_dim_v], lse, o[..., spec.head_dim_v :]))
+            with torch_threads(1), torch.device(there):
+                o, lse = attention(
+                    q[start : start + q_len].to(there),
+                    k.to(there),
+                    torch.cat([v, v.abs()], dim=2).to(there),
+                    scale=spec.scale,
+                    causal=spec.causal,
+                    soft_cap=spec.logits_soft_cap,
+                    sinks=None if self.sinks is None else self.sinks.to(there),
+                    k_scale=scale_argument(self.scales[0], there),
+                    v_scale=scale_argument(self.scales[1], there),
+                )
+            parts.append((o[..., : spec.head_dim_v].cpu(), lse.cpu(), o[..., spec.head_dim_v :].cpu()))
             start += q_len
         o, lse, amplitude = (torch.cat(rows) for rows in zip(*parts, strict=True))
         return o, lse, amplitude

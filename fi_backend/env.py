@@ -43,7 +43,12 @@ STATS_DIR: Final = Variable(
     "unset",
     "Folder of the files in which every serving process counts its attention calls.",
 )
-VARIABLES: Final = (CACHE_DIR, DISABLE_JIT, DEBUG, STATS_DIR)
+SHARE_PREFIXES: Final = Variable(
+    "FI_BACKEND_SHARE_PREFIXES",
+    "`1`",
+    "`0`: under an engine, every request reads its whole KV cache itself, whatever it shares with others.",
+)
+VARIABLES: Final = (CACHE_DIR, DISABLE_JIT, DEBUG, STATS_DIR, SHARE_PREFIXES)
 
 
 def cache_dir() -> Path:
@@ -66,6 +71,11 @@ def debug() -> bool:
     return _flag(DEBUG.name)
 
 
+def share_prefixes() -> bool:
+    """Return whether engines' steps read shared prefixes once for all requests."""
+    return _flag(SHARE_PREFIXES.name, default=True)
+
+
 def stats_dir() -> Path | None:
     """Return the absolute folder for statistics files, or None if none are wanted."""
     value = os.environ.get(STATS_DIR.name)
@@ -77,9 +87,11 @@ def child_environment(**overrides: str) -> dict[str, str]:
     return {**os.environ, **overrides}
 
 
-def _flag(name: str) -> bool:
+def _flag(name: str, *, default: bool = False) -> bool:
     value = os.environ.get(name, "")
-    if value in ("", "0"):
+    if value == "":
+        return default
+    if value == "0":
         return False
     if value == "1":
         return True

@@ -22,7 +22,12 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, ServerArgs
+from sglang.srt.speculative import draft_utils
 from sglang.srt.utils import common
+try:
+    from sglang.srt.arg_groups import choices
+except ImportError:  # 0.5.17
+    from sglang.srt import server_args as choices
 from fi_backend.adapters.sglang import plugin
 
 messages = []
@@ -86,7 +91,14 @@ attempt("removed")
 common.is_cpu = is_cpu
 attempt("success")
 results["accepted"] = accepted()
+results["deterministic"] = [
+    name in getattr(choices, kind)
+    for name in ("fi", "torch_native")
+    for kind in ("DETERMINISTIC_ATTENTION_BACKEND_CHOICES", "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND")
+]
+original = [draft_utils.DraftBackendFactory._create_backend]  # in a list, where hooks replace no name of it
 HookRegistry.apply_hooks()
+results["drafts"] = draft_utils.DraftBackendFactory._create_backend is not original[0]
 from sglang.srt.utils.common import support_triton
 results["triton"] = {name: support_triton(name) for name in ("fi", "torch_native")}
 print(json.dumps(results))
@@ -136,3 +148,11 @@ def test_the_command_line_takes_the_name(results: dict[str, Any]) -> None:
 
 def test_sglang_runs_no_triton_for_fi_on_the_cpu(results: dict[str, Any]) -> None:
     assert results["triton"] == {"fi": False, "torch_native": False}
+
+
+def test_deterministic_inference_takes_the_name(results: dict[str, Any]) -> None:
+    assert results["deterministic"] == [True, True, False, False]
+
+
+def test_draft_models_are_hooked(results: dict[str, Any]) -> None:
+    assert results["drafts"] is True

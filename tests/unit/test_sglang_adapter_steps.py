@@ -92,3 +92,29 @@ def test_a_call_without_a_plan() -> None:
     batch = engine.step(*STEPS[0])
     with pytest.raises(PlanError, match="init_forward_metadata"):
         engine.check_layer(engine.layers[0], batch)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_inference_is_batch_invariant(deterministic: bool) -> None:
+    """A request's rows have equal bits alone, beside others and in other chunks; without it they differ."""
+    shape, tokens = Shape(width=4096, slots=8192), 2700
+    random = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(tokens, *size, generator=random) for size in ((128,), (2, 32), (2, 32)))
+
+    def rows_of(*steps: tuple[int, ...]) -> torch.Tensor:
+        engine = Engine(shape, enable_deterministic_inference=deterministic, max_prefill_tokens=4096)
+        done, found = 0, []
+        for lengths in steps:
+            batch = engine.step(ForwardMode.EXTEND, lengths)
+            engine.backend.init_forward_metadata(batch)
+            others, own = lengths[0], slice(done, done + lengths[1])
+            given = [
+                torch.cat([torch.randn(others, *x.shape[1:], generator=random), x[own]]) for x in (q, k, v)
+            ]
+            found.append(engine.backend.forward(*given, engine.layers[0], batch)[others:])
+            done += lengths[1]
+        return torch.cat(found)
+
+    alone = rows_of((0, tokens, 0))
+    others = (rows_of((2000, 2600, 0), (1, 100, 0)), rows_of((0, 1, 0), (700, tokens - 1, 0)))
+    assert all(torch.equal(alone, other) for other in others) is deterministic

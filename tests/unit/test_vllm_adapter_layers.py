@@ -24,7 +24,7 @@ from vllm_step import (
     stand_in_config,
 )
 
-from fi_backend.adapters.vllm import workspace
+from fi_backend.adapters import workspace
 from fi_backend.core import jit, kernels, ops_module, planner
 from fi_backend.core.counters import counters
 from fi_backend.errors import UnsupportedError

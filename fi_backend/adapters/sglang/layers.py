@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fi_backend.adapters.vllm.workspace import batch_attention, reserve
+from fi_backend.adapters.workspace import batch_attention, reserve
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.counters import PLANS, counters
 from fi_backend.core.prepare import prepare

@@ -11,6 +11,7 @@ from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
+from fi_backend.adapters.workspace import reserve
 from fi_backend.core.append import append_kv
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.counters import APPENDED, LAYERS, counters
@@ -20,7 +21,6 @@ from fi_backend.errors import UnsupportedError
 from . import compat
 from .metadata import FiMetadata, LayerKind, layer_kind
 from .translate import layer_spec, refuse_unknown_options, step_limits
-from .workspace import reserve
 
 
 class FiAttentionImpl(AttentionImpl[FiMetadata]):

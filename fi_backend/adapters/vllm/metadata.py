@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
+from fi_backend.adapters.workspace import batch_attention
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.counters import CALLS, CAPTURED, PLANS, REPLAYED, STEPS, TOKENS, counters
 from fi_backend.core.page_table import PageTable
@@ -17,7 +18,6 @@ from fi_backend.errors import UnsupportedError
 
 from . import compat
 from .translate import draft_tokens, refuse_micro_batches, step_limits
-from .workspace import batch_attention
 
 LayerKind = tuple[AttentionSpec, int]
 

@@ -14,6 +14,7 @@ from fi_backend.core.append import append_kv
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.planner import Limits
 from fi_backend.core.prepare import prepare
+from fi_backend.core.sharing import SharingLimits
 from fi_backend.core.spec import AttentionSpec
 from fi_backend.core.support import resolve
 
@@ -23,14 +24,16 @@ _ON_HOST = torch.device("cpu")
 _pool: dict[torch.device, torch.Tensor] = {}
 
 
-def reserve(spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
+def reserve(
+    spec: AttentionSpec, limits: Limits, device: torch.device, sharing: SharingLimits | None = None
+) -> None:
     """Allocate the scratch memory that `spec` needs and load its kernels, compiling them if need be.
 
     Called while the model is built: before vLLM measures what is left for the KV cache, and before a
-    request could wait for a compiler.
+    request could wait for a compiler. sharing: capacity for shared prefixes.
     """
     with _ON_HOST:
-        size = _prepare(spec, limits, device)
+        size = _prepare(spec, limits, device, sharing)
     held = _pool.get(device)
     if held is None or held.numel() < size:
         memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device=device)
@@ -40,27 +43,33 @@ def reserve(spec: AttentionSpec, limits: Limits, device: torch.device) -> None:
         _pool[device] = memory[start : start + size]
 
 
-def batch_attention(spec: AttentionSpec, limits: Limits, device: torch.device) -> BatchAttention:
+def batch_attention(
+    spec: AttentionSpec, limits: Limits, device: torch.device, sharing: SharingLimits | None = None
+) -> BatchAttention:
     """Return an attention with plans of its own that runs in the shared scratch memory of `device`."""
     device = resolve(device)
-    reserve(spec, limits, device)
+    reserve(spec, limits, device, sharing)
     with _ON_HOST:
-        return _construct(spec, limits, device, _pool[device])
+        return _construct(spec, limits, device, sharing, _pool[device])
 
 
 @cache
-def _prepare(spec: AttentionSpec, limits: Limits, device: torch.device) -> int:
+def _prepare(spec: AttentionSpec, limits: Limits, device: torch.device, sharing: SharingLimits | None) -> int:
     """Load the kernels of `spec`; return the bytes of scratch memory that it needs."""
     prepare(spec, device=device)
     nothing = torch.empty(
         0, spec.num_kv_heads, spec.head_dim, dtype=getattr(torch, spec.dtype), device=device
     )
     append_kv(nothing, nothing, nothing, nothing, torch.empty(0, dtype=torch.int64, device=device))
-    return _construct(spec, limits, device, None).workspace_size()
+    return _construct(spec, limits, device, sharing, None).workspace_size()
 
 
 def _construct(
-    spec: AttentionSpec, limits: Limits, device: torch.device, workspace: torch.Tensor | None
+    spec: AttentionSpec,
+    limits: Limits,
+    device: torch.device,
+    sharing: SharingLimits | None,
+    workspace: torch.Tensor | None,
 ) -> BatchAttention:
     return BatchAttention(
         spec,
@@ -70,6 +79,7 @@ def _construct(
         device=device,
         num_ctas=_workers(device),
         workspace=workspace,
+        sharing=sharing,
     )
 
 

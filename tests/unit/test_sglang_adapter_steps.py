@@ -94,9 +94,8 @@ def test_a_call_without_a_plan() -> None:
         engine.check_layer(engine.layers[0], batch)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_deterministic_inference_is_batch_invariant(deterministic: bool) -> None:
-    """A request's rows have equal bits alone, beside others and in other chunks; without it they differ."""
+def test_deterministic_inference_is_batch_invariant() -> None:
+    """A request's rows have equal bits alone, beside others and in other chunks."""
     shape, tokens = Shape(width=4096, slots=8192), 2700
     random = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(tokens, *size, generator=random) for size in ((128,), (2, 32), (2, 32)))
@@ -117,4 +116,12 @@ def test_deterministic_inference_is_batch_invariant(deterministic: bool) -> None
 
     alone = rows_of((0, tokens, 0))
     others = (rows_of((2000, 2600, 0), (1, 100, 0)), rows_of((0, 1, 0), (700, tokens - 1, 0)))
-    assert all(torch.equal(alone, other) for other in others) is deterministic
+    assert all(torch.equal(alone, other) for other in others)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_mode_reaches_the_kernels(deterministic: bool) -> None:
+    engine = Engine(Shape(windows=(20, -1)), enable_deterministic_inference=deterministic)
+    run_all(engine)
+    specs = [spec for spec, _ in engine.backend._layers._attention]
+    assert [spec.batch_invariant for spec in specs] == [deterministic] * 2

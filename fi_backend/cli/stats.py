@@ -23,7 +23,13 @@ _HELP = {
     "layers": "Attention layers built on this back end.",
     "replayed_calls": "Attention calls that ran inside replayed CUDA graphs.",
     "captured_calls": "Attention calls recorded into CUDA graphs.",
+    "shared_plans": "Plans in which prefixes are read once for several requests.",
+    "prefix_nodes": "Prefixes that were read once for several requests.",
+    "kv_tokens_saved": "KV tokens not read again, for one KV head of one layer.",
+    "kv_bytes_saved": "Bytes of K and V not read again, over all heads and layers.",
 }
+# The table leaves the other counts out where they are 0 in every process.
+_ALWAYS = ("pid", "engine", "steps", "attention_calls", "layers", "host")
 
 
 def stats(
@@ -71,7 +77,7 @@ def _escaped(value: str) -> str:
 def _print_table(found: list[ProcessStats], summed: ProcessStats) -> None:
     from rich.table import Table
 
-    columns = [field.name for field in fields(summed)]
+    columns = [field.name for field in fields(summed) if field.name in _ALWAYS or getattr(summed, field.name)]
     table = Table(box=None, pad_edge=False, show_footer=len(found) > 1)
     for name in columns:
         value = "total" if name == "pid" else "" if name in ("engine", "host") else str(getattr(summed, name))

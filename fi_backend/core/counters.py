@@ -17,12 +17,13 @@ from typing import Final
 
 from fi_backend import env
 
-_MAGIC: Final = b"FISTATS1"
+_MAGIC: Final = b"FISTATS2"
 _HEADER: Final = struct.Struct("8sQ48s")  # magic, process id, engine name
-_SIZE: Final = 128
+_SIZE: Final = 192
 _COUNTS_AT: Final = _HEADER.size
 
 STEPS, PLANS, CALLS, TOKENS, APPENDED, LAYERS, REPLAYED, CAPTURED = range(8)
+SHARED_PLANS, PREFIX_NODES, KV_TOKENS_SAVED, KV_BYTES_SAVED = range(8, 12)
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class ProcessStats:
     replayed_calls: attention calls of planned steps that a captured CUDA graph served. captured_calls: those
         that were recorded into a graph. Together with attention_calls layers x steps, unless a draft model
         takes part.
+    shared_plans: plans in which prefixes are read once for several requests; prefix_nodes: these prefixes.
+    kv_tokens_saved: KV tokens that are therefore not read again, for one KV head of one layer. kv_bytes_saved:
+        K and V of these, of all heads and layers. Plans that a GPU makes are counted some steps later, see
+        ShareTally.
     host: name of the host or container, from the file's name; "" for counts that were not read from a file.
     """
 
@@ -51,6 +56,10 @@ class ProcessStats:
     layers: int
     replayed_calls: int = 0
     captured_calls: int = 0
+    shared_plans: int = 0
+    prefix_nodes: int = 0
+    kv_tokens_saved: int = 0
+    kv_bytes_saved: int = 0
     host: str = ""
 
 
@@ -149,6 +158,10 @@ def _parse(data: bytes, host: str) -> ProcessStats:
         layers=counts[LAYERS],
         replayed_calls=counts[REPLAYED],
         captured_calls=counts[CAPTURED],
+        shared_plans=counts[SHARED_PLANS],
+        prefix_nodes=counts[PREFIX_NODES],
+        kv_tokens_saved=counts[KV_TOKENS_SAVED],
+        kv_bytes_saved=counts[KV_BYTES_SAVED],
         host=host,
     )
 

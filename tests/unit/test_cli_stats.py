@@ -37,7 +37,7 @@ def test_table_and_totals(tmp_path: Path) -> None:
     result = RUN.invoke(app, ["stats", str(tmp_path)], env={"COLUMNS": "160"})
     assert result.exit_code == 0
     rows = [re.split(r"\s{2,}", line.strip()) for line in result.stdout.splitlines()]
-    assert rows[0] == [field.name.replace("_", " ") for field in fields(ProcessStats)]
+    assert rows[0] == ["pid", "engine", "steps", "attention calls", "layers", "host"]
     column = rows[0].index("attention calls")
     assert sorted(row[column] for row in rows[1:3]) == ["12", "24"]
     assert rows[3][0] == "total"

@@ -99,7 +99,7 @@ def test_a_file_without_a_host_is_read(tmp_path: Path) -> None:
 
 def test_a_foreign_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "1.stats").write_text("something else")
-    with pytest.raises(ValueError, match=r"1\.stats: expected 128 bytes"):
+    with pytest.raises(ValueError, match=r"1\.stats: expected 192 bytes"):
         read_stats(tmp_path)
 
 
@@ -123,4 +123,4 @@ def test_add_takes_less_than_a_microsecond(tmp_path: Path) -> None:
     seconds = min(timeit.repeat(lambda: mine.add(CALLS), number=20_000, repeat=5)) / 20_000
     assert seconds < 1e-6
     assert mine.path is not None
-    assert os.path.getsize(mine.path) == 128
+    assert os.path.getsize(mine.path) == 192

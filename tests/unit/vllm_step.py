@@ -22,7 +22,7 @@ def stand_in_config(monkeypatch: pytest.MonkeyPatch) -> Any:
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
         model_config=SimpleNamespace(max_model_len=128),
-        cache_config=SimpleNamespace(block_size=BLOCK),
+        cache_config=SimpleNamespace(block_size=BLOCK, enable_prefix_caching=True),
         device_config=SimpleNamespace(device=torch.device("cpu"), device_type="cpu"),
         parallel_config=SimpleNamespace(use_ubatching=False),
         compilation_config=SimpleNamespace(static_forward_context={}),

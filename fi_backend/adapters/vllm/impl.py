@@ -20,7 +20,7 @@ from fi_backend.errors import UnsupportedError
 
 from . import compat
 from .metadata import FiMetadata, LayerKind, layer_kind
-from .translate import layer_spec, refuse_unknown_options, step_limits
+from .translate import layer_spec, refuse_unknown_options, sharing_limits, step_limits
 
 
 class FiAttentionImpl(AttentionImpl[FiMetadata]):
@@ -80,7 +80,8 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
             sinks=sinks is not None,
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
-        reserve(self.spec, step_limits(config), device)
+        limits = step_limits(config)
+        reserve(self.spec, limits, device, sharing_limits(config, limits))
         self._quantised = self.spec.kv_dtype.startswith("float8")
         self._cache_dtype = getattr(torch, self.spec.kv_dtype)
         self._cache: Tensor | None = None

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
+from fi_backend.adapters.shared_counts import count_shared
 from fi_backend.adapters.workspace import batch_attention
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.counters import CALLS, CAPTURED, PLANS, REPLAYED, STEPS, TOKENS, counters
@@ -17,9 +20,10 @@ from fi_backend.core.spec import AttentionSpec
 from fi_backend.errors import UnsupportedError
 
 from . import compat
-from .translate import draft_tokens, refuse_micro_batches, step_limits
+from .translate import draft_tokens, refuse_micro_batches, sharing_limits, step_limits
 
 LayerKind = tuple[AttentionSpec, int]
+_log = logging.getLogger("vllm.plugins.fi_backend")
 
 
 def layer_kind(layer: Any) -> LayerKind:
@@ -82,14 +86,15 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
         self._counts_steps = int(next(filter(_runs_here, layers.items()))[0] in layer_names)
         self._num_layers = len(layer_names)
         self._with_sinks = [layers[name].impl for name in layer_names if layers[name].impl.spec.sinks]
+        self._layers = Counter(layer_kind(layers[name]) for name in layer_names)
+        self._on_host = device.type == "cpu"
+        sharing = sharing_limits(vllm_config, self._limits)
         self.attention: dict[LayerKind, BatchAttention] = {}
-        for name in layer_names:
+        for kind in self._layers:
             # Windows, caps, head counts and sizes of V may differ among the layers that share a cache.
-            kind = layer_kind(layers[name])
-            if kind not in self.attention:
-                declared, head_dim_v = kind
-                spec = replace(declared, page_size=self.block_size, head_dim_v=head_dim_v)
-                self.attention[kind] = batch_attention(spec, self._limits, device)
+            declared, head_dim_v = kind
+            spec = replace(declared, page_size=self.block_size, head_dim_v=head_dim_v)
+            self.attention[kind] = batch_attention(spec, self._limits, device, sharing)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -125,13 +130,25 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
             common.block_table_tensor[:requests], common.seq_lens[:requests], page_size=self.block_size
         )
         kv_lens_host = compat.kv_len_bounds(common, drafts=drafts, limit=self._limits.max_kv_len)
-        for attention in self.attention.values():
+        # A draft model may lengthen and shorten requests between its plan and its runs, and a dummy step may
+        # be longer than any request: these are planned flat.
+        may_share = (
+            not (capture or drafts or kv_lens_host is None)
+            and requests > 1
+            and common.max_seq_len <= self._limits.max_kv_len
+        )
+        for kind, attention in self.attention.items():
+            shares = may_share and attention.tally is not None
+            # What is shared is looked for where the block table lies, and with the exact lengths.
+            planned_on_device = kv_lens_host is None or (shares and not self._on_host)
             attention.plan(
                 common.query_start_loc[: requests + 1],
                 table,
-                qo_indptr_host=None if kv_lens_host is None else qo_indptr_host,
-                kv_lens_host=kv_lens_host,
+                qo_indptr_host=None if planned_on_device else qo_indptr_host,
+                kv_lens_host=None if planned_on_device else kv_lens_host,
+                detect_prefixes=shares,
             )
+            count_shared(attention, self._layers[kind], _log)
         count = counters()
         count.add(STEPS, self._counts_steps)
         count.add(PLANS, len(self.attention))

@@ -8,7 +8,9 @@ from typing import Any, Final
 
 import torch
 
+from fi_backend import env
 from fi_backend.core.planner import Limits
+from fi_backend.core.sharing import SharingLimits
 from fi_backend.core.spec import AttentionSpec
 from fi_backend.errors import UnsupportedError
 
@@ -115,3 +117,15 @@ def step_limits(vllm_config: Any, *, attention_chunk_size: int | None = None) ->
     return Limits(
         max_requests=requests, max_tokens=tokens, max_kv_len=vllm_config.model_config.max_model_len + drafts
     )
+
+
+def sharing_limits(vllm_config: Any, limits: Limits) -> SharingLimits | None:
+    """Return the capacity for shared prefixes in steps within `limits`, or None where there are none.
+
+    Requests begin with the same blocks where vLLM's prefix cache gives them the same.
+    """
+    if not (vllm_config.cache_config.enable_prefix_caching and env.share_prefixes()):
+        return None
+    speculation = vllm_config.speculative_config
+    drafts = 0 if speculation is None else speculation.num_speculative_tokens or 0
+    return SharingLimits.for_limits(limits.max_requests * (1 + drafts), limits.max_tokens)

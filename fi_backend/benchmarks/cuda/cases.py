@@ -19,7 +19,7 @@ _SPEC = AttentionSpec(32, 8, 128, dtype="bfloat16", page_size=16)
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the result. variants: other ways of ours to measure beside it, names of `measure.VARIANTS`."""
+    """A row of the result. variants: other ways of ours to measure beside it, names of `ours.VARIANTS`."""
 
     workload: Workload
     spec: AttentionSpec = _SPEC
@@ -83,9 +83,11 @@ def cases() -> list[Case]:
         Case(Workload("chunk_2k_on_32k", (2048,), (32768 + 2048,))),
         Case(mixed),
         Case(Workload("spec_64x4q_4k", (4,) * 64, (4096,) * 64)),
-        Case(_decode("shared_64x(8k+256)", [8192 + 256] * 64, *_groups(1, 64, 8192))),
-        Case(_decode("shared_4groups16x(4k+512)", [4096 + 512] * 64, *_groups(4, 16, 4096))),
-        Case(_decode("shared_256x(2k+64)", [2048 + 64] * 256, *_groups(1, 256, 2048))),
+        Case(_decode("shared_64x(8k+256)", [8192 + 256] * 64, *_groups(1, 64, 8192)), variants=("flat",)),
+        Case(
+            _decode("shared_4groups16x(4k+512)", [4096 + 512] * 64, *_groups(4, 16, 4096)), variants=("flat",)
+        ),
+        Case(_decode("shared_256x(2k+64)", [2048 + 64] * 256, *_groups(1, 256, 2048)), variants=("flat",)),
         Case(replace(long_decode, name="fp8kv_dec_const_64x4k"), fp8),
         Case(replace(skewed, name="fp8kv_dec_zipf_128xmean2k"), fp8),
         Case(replace(skewed, name="invariant_dec_zipf_128xmean2k"), invariant, ("not_invariant",)),

@@ -58,10 +58,11 @@ class Spacer:
 
 
 class GraphClock:
-    """The clock of a CUDA device, for steps of up to `max_layers` layers."""
+    """The clock of a CUDA device, for steps of up to `max_layers` layers; `budget_us`: time of a figure."""
 
-    def __init__(self, device: torch.device, max_layers: int) -> None:
+    def __init__(self, device: torch.device, max_layers: int, budget_us: float = _BUDGET_US) -> None:
         self._device = device
+        self._budget_us = budget_us
         self._spacer = Spacer(max_layers, device)
 
     def capture(self, run: Run, layers: int) -> CapturedGraph:
@@ -74,7 +75,7 @@ class GraphClock:
                 self._spacer(layer)
             return output
 
-        return CapturedGraph(self._device, step)
+        return CapturedGraph(self._device, step, self._budget_us)
 
     def capture_spacers(self, layers: int) -> CapturedGraph:
         """Capture the products of a step."""
@@ -84,13 +85,15 @@ class GraphClock:
                 self._spacer(layer)
             return self._spacer.output
 
-        return CapturedGraph(self._device, step)
+        return CapturedGraph(self._device, step, self._budget_us)
 
 
 class CapturedGraph:
     """A CUDA graph with its output."""
 
-    def __init__(self, device: torch.device, step: Callable[[], Tensor]) -> None:
+    def __init__(
+        self, device: torch.device, step: Callable[[], Tensor], budget_us: float = _BUDGET_US
+    ) -> None:
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
@@ -104,7 +107,7 @@ class CapturedGraph:
         with torch.cuda.graph(self._graph):
             self.output = step()
         self.replay()
-        self._replays = max(_MIN_REPLAYS, min(_MAX_REPLAYS, int(_BUDGET_US / self._median_us(1))))
+        self._replays = max(_MIN_REPLAYS, min(_MAX_REPLAYS, int(budget_us / self._median_us(1))))
 
     def replay(self) -> None:
         """Run the step once and wait for it."""
@@ -112,7 +115,7 @@ class CapturedGraph:
         torch.cuda.synchronize(self._device)
 
     def time_us(self) -> float:
-        """Return the median of 3 to 40 replays, about 60 ms of them, after one that is not counted."""
+        """Return the median of 3 to 40 replays, as the budget allows, after one that is not counted."""
         self._graph.replay()
         return self._median_us(self._replays)
 

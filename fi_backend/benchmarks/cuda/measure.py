@@ -6,21 +6,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-
-import torch
+from dataclasses import dataclass, field
 
 from fi_backend.benchmarks.cuda.cases import Case, contiguous
 from fi_backend.benchmarks.cuda.exact import Errors, Sample, errors, sample_problem
 from fi_backend.benchmarks.cuda.graphs import Captured, Clock
+from fi_backend.benchmarks.cuda.ours import prepare_ours
 from fi_backend.benchmarks.interval import ratio_with_upper_bound
-from fi_backend.benchmarks.peers import Peer, Problem, Run
-from fi_backend.core.attention import BatchAttention
-from fi_backend.core.page_table import PageTable
+from fi_backend.benchmarks.peers import Peer, Problem
 from fi_backend.errors import UnsupportedError
 
 OURS = "fi"
-VARIANTS = ("ragged", "planned_queues", "not_invariant")
 METHOD = (
     "Microseconds of one layer: median of graph replays over layers with KV of their own (more than twice "
     "the L2 cache between two uses of a byte), less that of the unrelated 4096 x 4096 product behind each "
@@ -43,7 +39,8 @@ class CudaTiming:
     rms_err, peers_max_err, peers_rms_err: None where an element is missing or NaN. variants: other ways of
     ours, each {us, max_err, rms_err}. not_measured: reason by name. wrong: peers that do not count as best.
     bandwidth_share: unique bytes of K, V, queries and outputs a second to the read ceiling; flops_share the
-    same for operations. runs: the median of every run by name, spacer_us taken off.
+    same for operations. prefix_nodes: shared prefixes that ours read once for all members.
+    runs: the median of every run by name, spacer_us taken off.
     """
 
     workload: str
@@ -62,6 +59,7 @@ class CudaTiming:
     flops_share: float | None
     spacer_us: float
     layers: int
+    prefix_nodes: int
     variants: dict[str, dict[str, float | None]]
     wrong: list[str]
     not_measured: dict[str, str]
@@ -95,10 +93,14 @@ def time_case(
     layers = len(problem.layers)
     contenders: dict[str, _Contender] = {}
     not_measured: dict[str, str] = {}
+    nodes: dict[str, int] = {}
 
     def enter(name: str, subject: Problem, sample: Sample, peer: Peer | None) -> None:
         try:
-            run = _ours(subject, name) if peer is None else peer.prepare(subject)
+            if peer is None:
+                run, nodes[name] = prepare_ours(subject, name)
+            else:
+                run = peer.prepare(subject)
             captured = clock.capture(run, layers)
             contenders[name] = _Contender(captured, _check(captured, sample))
         except UnsupportedError as reason:
@@ -118,35 +120,7 @@ def time_case(
         spacer_us = _interleave(contenders, clock.capture_spacers(layers), layers, runs)
     except RuntimeError as error:
         raise RuntimeError(f"{case.name}: the device failed; before that: {not_measured}") from error
-    return _row(case, contenders, not_measured, ceilings, layers, spacer_us)
-
-
-def _ours(problem: Problem, variant: str) -> Run:
-    spec = problem.spec
-    if variant == "not_invariant":
-        spec = replace(spec, batch_invariant=False)
-    qo_indptr, lens = problem.qo_indptr, problem.kv_lens
-    attention = BatchAttention(
-        spec,
-        max_requests=lens.shape[0],
-        max_tokens=problem.q.shape[0],
-        max_kv_len=int(lens.max()),
-        device=problem.q.device,
-        planned_queues=variant == "planned_queues",
-    )
-    if variant == "ragged":
-        indptr = torch.zeros(lens.shape[0] + 1, dtype=torch.int32, device=lens.device)
-        indptr[1:] = lens.cumsum(0)
-        table = PageTable.ragged(indptr)
-        layers = [(key.squeeze(1), value.squeeze(1)) for key, value in problem.layers]
-    else:
-        table = PageTable.from_block_table(problem.block_table, lens, page_size=spec.page_size)
-        layers = problem.layers
-    attention.plan(qo_indptr, table, qo_indptr_host=qo_indptr.cpu(), kv_lens_host=lens.cpu())
-    out = torch.empty(
-        problem.q.shape[0], spec.num_qo_heads, spec.head_dim_v, dtype=problem.q.dtype, device=problem.q.device
-    )
-    return lambda layer: attention.run(problem.q, *layers[layer], out=out)
+    return _row(case, contenders, not_measured, ceilings, layers, spacer_us, nodes.get(OURS, 0))
 
 
 def _check(captured: Captured, sample: Sample) -> Errors:
@@ -178,6 +152,7 @@ def _row(
     ceilings: Mapping[str, float],
     layers: int,
     spacer_us: float,
+    prefix_nodes: int,
 ) -> CudaTiming:
     ours = contenders.get(OURS)
     peers = {name: each for name, each in contenders.items() if name not in (OURS, *case.variants)}
@@ -210,6 +185,7 @@ def _row(
         flops_share=None if ours is None else round(product_us / ours.us, 4),
         spacer_us=round(spacer_us, 2),
         layers=layers,
+        prefix_nodes=prefix_nodes,
         variants={
             name: {
                 "us": round(contenders[name].us, 2),

@@ -21,6 +21,8 @@ _KV_DTYPES: Final = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
+# Query tokens, beside those of decoding, of requests that ask a short question about a cached text.
+_SHORT_PREFILLS: Final = 256
 
 
 def layer_spec(
@@ -128,4 +130,8 @@ def sharing_limits(vllm_config: Any, limits: Limits) -> SharingLimits | None:
         return None
     speculation = vllm_config.speculative_config
     drafts = 0 if speculation is None else speculation.num_speculative_tokens or 0
-    return SharingLimits.for_limits(limits.max_requests * (1 + drafts), limits.max_tokens)
+    return SharingLimits(
+        max_nodes=max(1, limits.max_requests // 2),
+        max_levels=3,
+        max_tokens=min(limits.max_tokens, limits.max_requests * (1 + drafts) + _SHORT_PREFILLS),
+    )

@@ -84,6 +84,15 @@ class Engine:
             spec_info=None,
         )
 
+    def share(self, request: int, other: int, tokens: int) -> None:
+        """Let an empty request begin with the first tokens of another one, whole pages."""
+        table = self.runner.req_to_token_pool.req_to_token
+        table[ROWS[request], :tokens] = table[ROWS[other], :tokens]
+        self.lengths[request] = tokens
+        for layer in self.layers:
+            keys, values = self.stored[layer.layer_id, other]
+            self.stored[layer.layer_id, request] = keys[:tokens], values[:tokens]
+
     def check_layer(
         self, layer: Any, batch: SimpleNamespace, *, save: bool = True, masks: Any = None
     ) -> None:

@@ -101,7 +101,7 @@ def test_deterministic_inference_is_batch_invariant() -> None:
     q, k, v = (torch.randn(tokens, *size, generator=random) for size in ((128,), (2, 32), (2, 32)))
 
     def rows_of(*steps: tuple[int, ...]) -> torch.Tensor:
-        engine = Engine(shape, enable_deterministic_inference=deterministic, max_prefill_tokens=4096)
+        engine = Engine(shape, enable_deterministic_inference=True, max_prefill_tokens=4096)
         done, found = 0, []
         for lengths in steps:
             batch = engine.step(ForwardMode.EXTEND, lengths)

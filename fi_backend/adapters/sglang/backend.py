@@ -19,10 +19,11 @@ from fi_backend.core.counters import APPENDED, CALLS, CAPTURED, LAYERS, REPLAYED
 from fi_backend.errors import PlanError, UnsupportedError
 
 from . import compat
-from .layers import Layers
+from .layers import Layers, output, scales
+from .radix import SharedPrefixes
 from .refuse import refuse_cache, refuse_engine, refuse_layer, refuse_options
 from .step import GraphBuffers, Step, StepArrays
-from .translate import draft_tokens, step_lengths
+from .translate import draft_tokens, shares_prefixes, step_lengths
 from .tree_mask import TreeMasks, is_tree
 
 
@@ -63,7 +64,8 @@ class FiAttnBackend(AttentionBackend):
             table.device,
         )
         trees = bool(drafts) and getattr(model_runner.server_args, "speculative_eagle_topk", None) != 1
-        self._layers = Layers(model_runner, layers, trees=trees)
+        self._shared = SharedPrefixes() if shares_prefixes(model_runner) else None
+        self._layers = Layers(model_runner, layers, trees=trees, shared=self._shared)
         # Speculation knows exact lengths on the device alone; asking for the host's would wait for it.
         self.needs_cpu_seq_lens = not (table.is_cuda and draft_tokens(model_runner))
         self._step: Step | None = None
@@ -72,6 +74,11 @@ class FiAttnBackend(AttentionBackend):
         counters().name_engine(compat.engine())
         if draft_step is None:
             counters().add(LAYERS, len(layers))
+
+    def expect(self, batch: Any, forward_batch: Any) -> None:
+        """Look up what the requests of a batch share; its step comes next."""
+        if self._shared is not None:
+            self._shared.expect(batch, forward_batch)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Take over a step that no graph serves; the first layer of each kind plans it, since sinks are told
@@ -83,6 +90,8 @@ class FiAttnBackend(AttentionBackend):
         step = self._arrays.step(forward_batch, step_lengths(forward_batch, self._draft_step))
         if step.mode.is_target_verify() and is_tree(forward_batch.spec_info):
             step.mask = self._masks.pack(forward_batch.spec_info, step)
+        if self._shared is not None:
+            step.paths = self._shared.take(forward_batch, step.num_requests)
         self._step = step
         counters().add(STEPS)
 
@@ -121,6 +130,8 @@ class FiAttnBackend(AttentionBackend):
         if forward_batch.out_cache_loc is not None:
             step.window_slots = self._arrays.fill_window_slots(graphs, forward_batch.out_cache_loc)
         self._step = step
+        if self._shared is not None:
+            step.paths = self._shared.take(forward_batch, step.num_requests)
         if in_capture:
             graphs.captured = step.captures = True
             return
@@ -176,14 +187,14 @@ class FiAttnBackend(AttentionBackend):
         attention, windowed = self._layers.planned(step, layer, sinks=sinks is not None)
         spec = attention.spec
         # fp8 caches carry one scale for K and one for V; other caches hold plain values.
-        k_scale, v_scale = _scales(layer) if spec.kv_dtype.startswith("float8") else (1.0, 1.0)
+        k_scale, v_scale = scales(layer) if spec.kv_dtype.startswith("float8") else (1.0, 1.0)
         k_cache, v_cache = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         if save_kv_cache and k is not None and v is not None:
             slots = self._slots(step, windowed, forward_batch.out_cache_loc)
             keys = k.view(-1, spec.num_kv_heads, spec.head_dim)
             values = v.view(-1, spec.num_kv_heads, spec.head_dim_v)
             append_kv(keys, values, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
-        out = _output(q, spec.num_qo_heads * spec.head_dim_v, forward_batch)
+        out = output(q, spec.num_qo_heads * spec.head_dim_v, forward_batch)
         attention.run(
             q.reshape(-1, spec.num_qo_heads, spec.head_dim),
             self._layers.pages(k_cache),
@@ -224,22 +235,3 @@ def _verify_mask(drafts: int, table: Tensor) -> VerifyMask | None:
     requests = table.shape[0]
     buffer = torch.ones(requests * drafts * drafts, dtype=torch.bool, device=table.device)
     return VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=requests)
-
-
-def _scales(layer: Any) -> tuple[float, float]:
-    k_scale, v_scale = layer.k_scale_float, layer.v_scale_float
-    return 1.0 if k_scale is None else float(k_scale), 1.0 if v_scale is None else float(v_scale)
-
-
-def _output(q: Tensor, width: int, forward_batch: Any) -> Tensor:
-    """Return [tokens, width]: what a broken graph of a prefill wants filled, if it fits, or new memory."""
-    given: Tensor | None = getattr(forward_batch, "_attn_output", None)
-    if (
-        given is not None
-        and given.dtype is q.dtype
-        and given.shape[:1] == q.shape[:1]
-        and given.numel() == q.shape[0] * width
-        and given.is_contiguous()
-    ):
-        return given.view(q.shape[0], width)
-    return q.new_empty(q.shape[0], width)

@@ -58,6 +58,12 @@ _CONTRACT: Final[contract.Contract] = (
     (_DRAFTS, "DraftBackendFactory._create_triton_decode_backend", ("self",)),
     (_DRAFTS, "DraftBackendFactory._create_triton_prefill_backend", ("self",)),
     (_BATCH, "build_inner_fb_view", ("forward_batch", "bs", "forward_mode")),
+    (_BATCH, "ForwardBatch.init_new", ("batch", "model_runner")),
+    (
+        "sglang.srt.mem_cache.base_prefix_cache",
+        "BasePrefixCache.resolve_node_handle",
+        ("self", "node_handle"),
+    ),
     (
         "sglang.srt.layers.radix_attention",
         "RadixAttention.__init__",
@@ -90,6 +96,7 @@ _CONTRACT: Final[contract.Contract] = (
             "extend_seq_lens",
             "extend_seq_lens_cpu",
             "spec_info",
+            "rids",
         ),
     ),
     *(
@@ -135,6 +142,7 @@ def install() -> None:
         raise RuntimeError(f"attention back end {NAME} is already registered for {registered}")
     HookRegistry.register("sglang.srt.utils.common.support_triton", _no_triton_on_cpu, HookType.AFTER)
     HookRegistry.register(f"{_DRAFTS}.DraftBackendFactory._create_backend", _with_drafts, HookType.AROUND)
+    HookRegistry.register(f"{_BATCH}.ForwardBatch.init_new", _tell_batch, HookType.AFTER)
     attention_registry.register_attention_backend(NAME)(_create)
     server_args.add_attention_backend_choices([NAME])
     # A row's bits depend on its request alone, also where a prefix comes from the radix cache.
@@ -181,6 +189,16 @@ def _with_drafts(
         return (NAME, made) if "stamps_children" in _parameters(original) else made  # 0.5.23: with its name
 
     return original(factory, backend_name, {**backend_map, NAME: create}, *rest, **more)
+
+
+def _tell_batch(result: Any, _class: Any, batch: Any, model_runner: Any, *_: Any, **__: Any) -> None:
+    """Hand the scheduler's batch, which knows the requests and their tree, to our back ends."""
+    chosen: Any = getattr(model_runner, "attn_backend", None)
+    parts = ("prefill_backend", "decode_backend")
+    backends: list[Any] = [chosen, *(getattr(chosen, part, None) for part in parts)]
+    for each in backends:
+        if type(each).__name__ == "FiAttnBackend":
+            each.expect(batch, result)
 
 
 def _parameters(function: Any) -> list[str]:

@@ -3,34 +3,48 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from fi_backend.adapters.shared_counts import count_shared
 from fi_backend.adapters.workspace import batch_attention, reserve
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.counters import PLANS, counters
+from fi_backend.core.prefix_forest import PrefixForest
 from fi_backend.core.prepare import prepare
-from fi_backend.core.support import resolve, unsupported_reason
+from fi_backend.core.sharing import SharingLimits, flat_reason
+from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.support import query_tiles, resolve, unsupported_reason
 from fi_backend.errors import UnsupportedError
 
+from .radix import SharedPrefixes
 from .step import Kind, Step
-from .translate import layer_spec, step_limits
+from .translate import layer_spec, sharing_limits, step_limits
+
+_log = logging.getLogger("sglang.srt.plugins.fi_backend")
 
 
 class Layers:
     """Plans steps for the layers of one model runner; layers of one kind share a plan.
 
-    trees: masks of draft trees will come. Raises UnsupportedError for what kernels do not run.
+    trees: masks of draft trees will come. shared: what requests share, or None where that is not looked for.
+    Raises UnsupportedError for what kernels do not run.
     """
 
-    def __init__(self, model_runner: Any, layers: Sequence[Any], *, trees: bool) -> None:
+    def __init__(
+        self, model_runner: Any, layers: Sequence[Any], *, trees: bool, shared: SharedPrefixes | None
+    ) -> None:
         pool = model_runner.token_to_kv_pool
         self._mapping = getattr(pool, "layers_mapping", None)
         self._device = resolve(model_runner.device)
         self._limits = step_limits(model_runner)
+        self._shared = shared
+        self._sharing = None if shared is None else sharing_limits(self._limits)
         self._page_size: int = model_runner.page_size
         self._common = {
             "dtype": model_runner.dtype,
@@ -43,14 +57,14 @@ class Layers:
         self._attention: dict[Kind, BatchAttention] = {}
         self._kinds: dict[tuple[Any, bool, bool], Kind] = {}
         self._of_graphs: dict[Any, set[Kind]] = {}
-        specs = dict.fromkeys(layer_spec(layer, **self._common) for layer in layers)
+        specs = self._num_layers = Counter(layer_spec(layer, **self._common) for layer in layers)
         for spec in specs:
             if reason := unsupported_reason(spec, self._device):
                 raise UnsupportedError(reason)
         masked = [replace(spec, custom_mask=True) for spec in specs] if trees else []
         prepare(*specs, *masked, device=self._device)
         for spec in (*specs, *masked):
-            reserve(spec, self._limits, self._device)
+            reserve(spec, self._limits, self._device, self._sharing_of(spec))
 
     def planned(self, step: Step, layer: Any, *, sinks: bool) -> tuple[BatchAttention, bool]:
         """Return the attention of a layer, planned for the step, and whether its KV lies in the pool of the
@@ -79,15 +93,59 @@ class Layers:
         spec, windowed = kind
         attention = self._attention.get(kind)
         if attention is None:
-            attention = self._attention[kind] = batch_attention(spec, self._limits, self._device)
+            attention = self._attention[kind] = batch_attention(
+                spec, self._limits, self._device, self._sharing_of(spec)
+            )
         attention.plan(
             step.qo_indptr,
             step.tables[windowed],
             qo_indptr_host=step.qo_indptr_host,
             kv_lens_host=step.kv_lens_host,
             custom_mask=step.mask if spec.custom_mask else None,
+            forest=self._forest(step, spec),
         )
         step.planned.add(kind)
         if step.captures:
             self._of_graphs.setdefault(step.mode, set()).add(kind)
         counters().add(PLANS)
+        count_shared(attention, self._num_layers[replace(spec, sinks=False, custom_mask=False)], _log)
+
+    def _sharing_of(self, spec: AttentionSpec) -> SharingLimits | None:
+        return None if flat_reason(spec) else self._sharing
+
+    def _forest(self, step: Step, spec: AttentionSpec) -> PrefixForest | None:
+        """Return what the requests of a step share, if layers of a spec may read it once."""
+        q_lens, kv_lens = step.qo_indptr_host, step.kv_lens_host
+        if step.paths is None or self._shared is None or q_lens is None or kv_lens is None:
+            return None
+        if self._sharing_of(spec) is None:
+            return None
+        found = self._shared.forest(
+            step.paths,
+            q_lens,
+            kv_lens,
+            page_size=self._page_size,
+            group=spec.group_size,
+            max_tile=query_tiles(spec, self._device)[1],
+        )
+        return found if found.num_nodes else None
+
+
+def scales(layer: Any) -> tuple[float, float]:
+    """Return the scales of K and V of an fp8 cache, 1 where SGLang has none."""
+    k_scale, v_scale = layer.k_scale_float, layer.v_scale_float
+    return 1.0 if k_scale is None else float(k_scale), 1.0 if v_scale is None else float(v_scale)
+
+
+def output(q: Tensor, width: int, forward_batch: Any) -> Tensor:
+    """Return [tokens, width]: what a broken graph of a prefill wants filled, if it fits, or new memory."""
+    given: Tensor | None = getattr(forward_batch, "_attn_output", None)
+    if (
+        given is not None
+        and given.dtype is q.dtype
+        and given.shape[:1] == q.shape[:1]
+        and given.numel() == q.shape[0] * width
+        and given.is_contiguous()
+    ):
+        return given.view(q.shape[0], width)
+    return q.new_empty(q.shape[0], width)

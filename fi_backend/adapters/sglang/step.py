@@ -15,6 +15,7 @@ from fi_backend.core.custom_mask import PackedMask
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.spec import AttentionSpec
 
+from .radix import Path
 from .translate import Lengths, indptr
 
 # What one plan serves: layers of one spec whose KV lies in one pool (True: that of the sliding windows).
@@ -27,8 +28,9 @@ class Step:
 
     qo_indptr_host, kv_lens_host: None where the host does not know them. tables: by pool, as in Kind.
     window_slots: of the step's tokens in the pool of the windows, once they are known. mask: of the trees
-    that the step verifies. mode: of the forward pass. num_requests, num_tokens: without padding. captures: a
-    graph of the step is about to be captured.
+    that the step verifies. paths: of its requests in the radix tree, None where they are not known. mode: of
+    the forward pass. num_requests, num_tokens: without padding. captures: a graph of the step is about to be
+    captured.
     """
 
     qo_indptr: Tensor
@@ -41,6 +43,7 @@ class Step:
     num_tokens: int
     window_slots: Tensor | None = None
     mask: PackedMask | None = None
+    paths: list[Path] | None = None
     captures: bool = False
     planned: set[Kind] = field(default_factory=set)
 

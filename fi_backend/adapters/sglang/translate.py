@@ -6,16 +6,21 @@ Attributes are read by name, so that this module imports no part of SGLang.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fi_backend import env
 from fi_backend.core.planner import Limits
+from fi_backend.core.sharing import SharingLimits
 from fi_backend.core.spec import AttentionSpec, dtype_name
 from fi_backend.errors import UnsupportedError
 
 from .refuse import ADVICE
+
+# Requests whose prefixes have room in the scratch memory; SGLang allows thousands in a step.
+_MOST_SHARING: Final = 1024
 
 
 def layer_spec(
@@ -69,6 +74,25 @@ def step_limits(model_runner: Any) -> Limits:
     budget = max(arguments.max_prefill_tokens or 0, arguments.chunked_prefill_size or 0, 0)
     tokens = budget + width + rows * max(1, draft_tokens(model_runner))
     return Limits(max_requests=rows, max_tokens=tokens, max_kv_len=width)
+
+
+def shares_prefixes(model_runner: Any) -> bool:
+    """Return whether steps of this engine may read the prefixes that requests share once for all of them.
+
+    Drafts are left out: their caches are not in the radix tree of the model.
+    """
+    arguments = model_runner.server_args
+    return (
+        env.share_prefixes()
+        and not getattr(arguments, "disable_radix_cache", False)
+        and getattr(arguments, "speculative_algorithm", None) is None
+        and getattr(arguments, "pp_size", 1) in (None, 1)  # micro-batches are under way together
+    )
+
+
+def sharing_limits(limits: Limits) -> SharingLimits:
+    """Return the capacity for shared prefixes in steps within `limits`."""
+    return SharingLimits.for_limits(min(limits.max_requests, _MOST_SHARING), limits.max_tokens)
 
 
 class Lengths(NamedTuple):

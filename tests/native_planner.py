@@ -75,7 +75,6 @@ def plan_shared_as_device(
         table.row_begin,
         table.row_end,
         table.index_step,
-        table.index_divisor,
         table.page_size,
         limits,
         tally,

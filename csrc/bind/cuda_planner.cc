@@ -17,13 +17,13 @@ void plan_on_device(TensorView config, TensorView qo_indptr, TensorView kv_lens,
 
 // Queues detection of shared prefixes and the plan. ctas: what prepare_shared() returned for the device.
 void plan_shared_on_device(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorView indices,
-                           TensorView row_begin, TensorView row_end, int64_t step, int64_t divisor,
-                           int64_t page_size, Optional<TensorView> limits, Optional<TensorView> tally,
-                           TensorView workspace, TensorView buffer, int64_t ctas) {
+                           TensorView row_begin, TensorView row_end, int64_t step, int64_t page_size,
+                           Optional<TensorView> limits, Optional<TensorView> tally, TensorView workspace,
+                           TensorView buffer, int64_t ctas) {
   const CudaCall call("kv_lens", kv_lens);
   const DeviceShareArgs args =
-      device_share_args(config, qo_indptr, kv_lens, indices, row_begin, row_end, step, divisor, page_size,
-                        limits, tally, workspace, buffer, call.device());
+      device_share_args(config, qo_indptr, kv_lens, indices, row_begin, row_end, step, page_size, limits,
+                        tally, workspace, buffer, call.device());
   expect_success("plan", cuda::plan_shared_on_device(args, int(ctas), call.stream()));
 }
 

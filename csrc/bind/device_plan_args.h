@@ -55,9 +55,9 @@ inline DevicePlanArgs device_plan_args(TensorView config, TensorView qo_indptr, 
 // limits: int32 [requests], or none. tally: int64 [3], or none.
 inline DeviceShareArgs device_share_args(TensorView config, TensorView qo_indptr, TensorView kv_lens,
                                          TensorView indices, TensorView row_begin, TensorView row_end,
-                                         int64_t step, int64_t divisor, int64_t page_size,
-                                         Optional<TensorView> limits, Optional<TensorView> tally,
-                                         TensorView workspace, TensorView buffer, DLDevice device) {
+                                         int64_t step, int64_t page_size, Optional<TensorView> limits,
+                                         Optional<TensorView> tally, TensorView workspace, TensorView buffer,
+                                         DLDevice device) {
   DeviceShareArgs a{};
   a.plan = device_plan_args(config, qo_indptr, kv_lens, workspace, buffer, device);
   const PlannerConfig& c = a.plan.config;
@@ -69,7 +69,7 @@ inline DeviceShareArgs device_share_args(TensorView config, TensorView qo_indptr
                               << " where prefixes are found on the device; got more.";
   if (page_size < 1) TVM_FFI_THROW(ValueError) << "page_size: expected >= 1; got " << page_size << ".";
   const int64_t requests = kv_lens.size(0);
-  a.forest.rows = page_rows(indices, row_begin, row_end, step, divisor, device);
+  a.forest.rows = page_rows(indices, row_begin, row_end, step, device);
   expect_vector("row_begin", row_begin, kInt64, requests, device);
   a.forest.page_size = int32_t(page_size);
   a.forest.max_depth = kForestDepth;

@@ -11,10 +11,10 @@ namespace {
 
 // shareable: int32 [requests]. nodes: int32 [requests, 5]; members: int32, max_depth a request; size: int64
 // [2], nodes and members found.
-void find_forest(TensorView indices, TensorView row_begin, TensorView row_end, int64_t step, int64_t divisor,
+void find_forest(TensorView indices, TensorView row_begin, TensorView row_end, int64_t step,
                  TensorView shareable, int64_t page_size, int64_t max_depth, TensorView nodes,
                  TensorView members, TensorView size) {
-  const PageRows table = page_rows(indices, row_begin, row_end, step, divisor, kHost);
+  const PageRows table = page_rows(indices, row_begin, row_end, step, kHost);
   const int64_t requests = row_begin.size(0);
   expect_vector("shareable", shareable, kInt32, requests);
   if (page_size < 1 || max_depth < 1 || requests * max_depth > std::numeric_limits<int32_t>::max())
@@ -27,11 +27,11 @@ void find_forest(TensorView indices, TensorView row_begin, TensorView row_end, i
   pages.resize(size_t(requests));
   const auto* tokens = data<const int32_t>(shareable);
   for (int64_t r = 0; r < requests; ++r) {
-    const int64_t available = row_pages(table, int32_t(r));
     pages[size_t(r)] = int32_t(tokens[r] / page_size);
-    if (tokens[r] < 0 || pages[size_t(r)] > available)
-      TVM_FFI_THROW(ValueError) << "shareable[" << r << "]: expected 0 .. " << available * page_size
-                                << " tokens, which the pages of the row hold; got " << tokens[r] << ".";
+    if (tokens[r] < 0 || (pages[size_t(r)] > 0 && !holds_pages(table, int32_t(r), pages[size_t(r)])))
+      TVM_FFI_THROW(ValueError) << "shareable[" << r << "]: expected 0 or more tokens whose pages the row ["
+                                << table.row_begin[r] << ", " << table.row_end[r] << ") of the "
+                                << table.num_indices << " indices holds; got " << tokens[r] << ".";
   }
   const ForestSize found = fi::find_forest(table, pages, int32_t(page_size), int32_t(max_depth),
                                            data<ForestNode>(nodes), data<int32_t>(members));

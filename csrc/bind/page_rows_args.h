@@ -7,20 +7,14 @@
 namespace fi::bind {
 
 inline PageRows page_rows(TensorView indices, TensorView row_begin, TensorView row_end, int64_t step,
-                          int64_t divisor, DLDevice device) {
+                          DLDevice device) {
   expect_device("indices", indices, device);
   expect_dtype("indices", indices, kInt32);
   expect_vector("row_begin", row_begin, kInt64, -1, device);
   expect_vector("row_end", row_end, kInt64, row_begin.size(0), device);
-  if (step < 1 || divisor < 1)
-    TVM_FFI_THROW(ValueError) << "index_step, index_divisor: expected >= 1; got " << step << ", " << divisor
-                              << ".";
-  return {data<const int32_t>(indices),
-          data<const int64_t>(row_begin),
-          data<const int64_t>(row_end),
-          extent(indices),
-          int32_t(step),
-          int32_t(divisor)};
+  if (step < 1) TVM_FFI_THROW(ValueError) << "index_step: expected >= 1; got " << step << ".";
+  return {data<const int32_t>(indices), data<const int64_t>(row_begin), data<const int64_t>(row_end),
+          extent(indices), int32_t(step)};
 }
 
 }  // namespace fi::bind

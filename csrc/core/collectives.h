@@ -54,6 +54,16 @@ FI_DEVICE int64_t warp_max64(Block& block, int64_t v) {
   return int64_t(high) << 32 | low;
 }
 
+// The saturating sum over a warp's lanes up to the caller's. A call, for its code is long and seldom runs.
+template <class Block>
+FI_DEVICE_CALL uint32_t sum_of_lanes(Block& block, uint32_t v) {
+  for (int d = 1; d < kWarp; d *= 2) {
+    const uint32_t left = block.shuffle_up(v, d);
+    if (block.thread() % kWarp >= d) v = saturating_add(v, left);
+  }
+  return v;
+}
+
 template <int kWarps, int kFields>
 struct CollectiveSlots {
   int64_t posted[2][kFields][kWarps];  // two halves by turns
@@ -97,7 +107,7 @@ class Collectives {
     block_.sync();
     // A warp a field; for all warps to do this for themselves would take longer than a barrier.
     if (warp_ < N) {
-      const uint32_t own = lane_ < kWarps ? slots_.totals[warp_][lane_] : 0, sum = inclusive(own);
+      const uint32_t own = lane_ < kWarps ? slots_.totals[warp_][lane_] : 0, sum = sum_of_lanes(block_, own);
       if (lane_ < kWarps) slots_.before[warp_][lane_] = sum - own;
       if (lane_ == kWarp - 1) slots_.total[warp_] = sum;
     }
@@ -109,17 +119,9 @@ class Collectives {
   }
 
  private:
-  FI_DEVICE uint32_t inclusive(uint32_t v) {
-    for (int d = 1; d < kWarp; d *= 2) {
-      const uint32_t left = block_.shuffle_up(v, d);
-      if (lane_ >= d) v = saturating_add(v, left);
-    }
-    return v;
-  }
-
   // Mostly each value is 0 or 1: no request has several tiles, no tile several items.
   FI_DEVICE uint32_t inclusive_of_few(uint32_t v) {
-    if (block_.ballot(v > 1)) return inclusive(v);
+    if (block_.ballot(v > 1)) return sum_of_lanes(block_, v);
     return uint32_t(count_bits(block_.ballot(v) & (~0u >> (kWarp - 1 - lane_))));
   }
 

@@ -50,6 +50,7 @@ class BudgetChooser {
                             budget.chunk[candidate][shape_kind(shape)], cost_shift_);
     };
     int64_t load = 0, largest = 0, large = 0;
+    FI_ROLL
     for (int32_t t = first; t < num_tiles; t += kCandidateThreads) {
       const Share s = share(t);
       load += s.items * s.cost;
@@ -63,6 +64,7 @@ class BudgetChooser {
     }
     block_.sync();
     largest = warp_max64(block_, m_.largest[candidate * kGroup + lane_ % kGroup]);
+    FI_ROLL
     for (int32_t t = first; t < num_tiles; t += kCandidateThreads)
       if (const Share s = share(t); is_large(s.cost, largest)) large += s.items;
     large = warp_sum64(block_, large);

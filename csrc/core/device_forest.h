@@ -58,9 +58,12 @@ class ForestFinder {
                      const int32_t* kv_lens) {
     requests_ = num_requests < kForestRequests ? num_requests : kForestRequests;
     mask_ = kWarp - 1;
+    FI_ROLL
     while (mask_ + 1 < 2 * requests_) mask_ = 2 * mask_ + 1;
+    FI_ROLL
     for (int32_t r = thread_; r < requests_; r += kThreads) read_request(config, r, qo_indptr, kv_lens);
     // Without a group in round n no node has n nodes above it.
+    FI_ROLL
     for (int round = 0; round < a_.max_depth && find_groups(); ++round) {
       auto* found = reinterpret_cast<Comparison*>(a_.exchange) + round % 2 * kForestRequests;
       if (requests_ * kWarp <= kThreads * block_.ctas())
@@ -68,6 +71,7 @@ class ForestFinder {
       else
         compare_all<kWarp / 2>(found);
       block_.sync_cluster();
+      FI_ROLL
       for (int32_t r = thread_; r < requests_; r += kThreads) read_comparison(found, r);
     }
     block_.sync();
@@ -79,6 +83,7 @@ class ForestFinder {
   template <class Equal>
   FI_DEVICE int32_t find_slot(int32_t request, uint32_t hash, Equal equal) {
     int32_t slot = int32_t((hash ^ hash >> 15) & uint32_t(mask_));
+    FI_ROLL
     for (;; slot = (slot + 1) & mask_) {
       const int32_t owner = block_.compare_and_swap(&m_.owner[slot], -1, request);
       if (owner < 0 || equal(owner)) break;
@@ -89,6 +94,7 @@ class ForestFinder {
   }
 
   FI_DEVICE void clear_table() {
+    FI_ROLL
     for (int32_t i = thread_; i <= mask_; i += kThreads) {
       m_.owner[i] = -1;
       m_.least[i] = kMaxInt32;
@@ -106,18 +112,17 @@ class ForestFinder {
     const int64_t q_len = int64_t(qo_indptr[r + 1]) - qo_indptr[r];
     const int32_t kv_len = kv_lens[r];
     // Lengths that break a limit are the planner's to report.
-    int64_t pages = 0;
-    if (q_len >= 1 && q_len <= kMaxQueryTile && kv_len > 0) {
-      int32_t tokens = shareable_tokens(config, int32_t(q_len), kv_len, a_.page_size);
-      if (a_.limits && a_.limits[r] < tokens) tokens = a_.limits[r] > 0 ? a_.limits[r] : 0;
-      pages = tokens / a_.page_size;
-      const int64_t there = row_pages(a_.rows, r);
-      if (there < pages) pages = there;
+    int32_t pages = 0;
+    if (q_len >= 1 && q_len <= kMaxQueryTile && kv_len > 0 && is_composable(config, int32_t(q_len))) {
+      int32_t tokens = kv_len - int32_t(q_len);
+      if (a_.limits && a_.limits[r] < tokens) tokens = a_.limits[r];
+      if (tokens > 0) pages = tokens / a_.page_size;
+      if (!holds_pages(a_.rows, r, pages)) pages = 0;
     }
-    m_.pages[r] = int32_t(pages);
+    m_.pages[r] = pages;
     m_.leader[r] = -1;
     m_.common[r] = 0;
-    m_.next[r] = pages > 0 ? entry(row(r), 0) / a_.rows.divisor : 0;
+    m_.next[r] = pages > 0 ? entry(row(r), 0) : 0;
     m_.state[r] = pages > 0 ? kActive : kDone;
   }
 
@@ -126,6 +131,7 @@ class ForestFinder {
   FI_DEVICE bool find_groups() {
     clear_table();
     block_.sync();
+    FI_ROLL
     for (int32_t r = thread_; r < requests_; r += kThreads) {
       if (m_.state[r] != kActive) continue;
       const uint32_t hash = uint32_t(m_.next[r]) * 0x9e3779b1u ^ uint32_t(m_.common[r]) * 0x85ebca6bu ^
@@ -137,6 +143,7 @@ class ForestFinder {
     }
     block_.sync();
     bool found = false;
+    FI_ROLL
     for (int32_t r = thread_; r < requests_; r += kThreads) {
       if (m_.state[r] != kActive) continue;
       const int32_t leader = m_.least[m_.slot[r]];
@@ -148,15 +155,12 @@ class ForestFinder {
     return block_.sync_or(found);
   }
 
-  FI_DEVICE bool same(int32_t a, int32_t b) const {
-    return a == b || (a_.rows.divisor > 1 && a / a_.rows.divisor == b / a_.rows.divisor);
-  }
-
   // kLanes lanes compare a request; neighbours are in different blocks, so that all read alike.
   template <int kLanes>
   FI_DEVICE void compare_all(Comparison* found) {
     const int32_t all = kThreads / kLanes * block_.ctas();
     const int32_t first = thread_ / kLanes * block_.ctas() + block_.cta();
+    FI_ROLL
     for (int32_t base = 0; base < requests_; base += all) {
       const int32_t r = base + first;
       const bool valid = r < requests_ && m_.state[r] == kComparing;
@@ -164,7 +168,7 @@ class ForestFinder {
       const int32_t leader = valid ? m_.leader[r] : 0;
       const int32_t common = compare<kLanes>(r, leader, valid);
       if (valid && thread_ % kLanes == 0)
-        found[r] = {common, m_.pages[r] > common ? entry(row(r), common) / a_.rows.divisor : 0};
+        found[r] = {common, m_.pages[r] > common ? entry(row(r), common) : 0};
     }
   }
 
@@ -176,6 +180,7 @@ class ForestFinder {
     const int32_t* const other = valid ? row(leader) : nullptr;
     int32_t begin = valid ? m_.common[r] + 1 : 0, end = 0;
     if (valid) end = m_.pages[r] < m_.pages[leader] ? m_.pages[r] : m_.pages[leader];
+    FI_ROLL
     while (block_.ballot(begin < end)) {
       int32_t a[kUnroll], b[kUnroll];
       FI_UNROLL
@@ -187,12 +192,12 @@ class ForestFinder {
       int32_t differs = kMaxInt32;
       FI_UNROLL
       for (int i = kUnroll - 1; i >= 0; --i)
-        if (!same(a[i], b[i])) differs = i * kLanes + thread_ % kLanes;
-      if (block_.ballot(differs < kMaxInt32))
-        for (int d = kLanes / 2; d > 0; d /= 2) {
-          const int32_t there = block_.shuffle(differs, lane_ ^ d);
-          differs = there < differs ? there : differs;
-        }
+        if (a[i] != b[i]) differs = i * kLanes + thread_ % kLanes;
+      if (block_.ballot(differs < kMaxInt32)) FI_ROLL
+      for (int d = kLanes / 2; d > 0; d /= 2) {
+        const int32_t there = block_.shuffle(differs, lane_ ^ d);
+        differs = there < differs ? there : differs;
+      }
       if (differs < kMaxInt32)
         begin = end = begin + differs;
       else

@@ -43,6 +43,7 @@ class ForestNodeBuilder {
     const int32_t requests = finder_.num_requests();
     finder_.clear_table();
     block_.sync();
+    FI_ROLL
     for (int32_t r = thread_; r < requests; r += kThreads) {
       if (p_.leader[r] < 0) continue;
       const uint32_t hash = uint32_t(p_.common[r]) * 0x85ebca6bu ^ uint32_t(p_.leader[r]) * 0xc2b2ae35u;
@@ -53,17 +54,21 @@ class ForestNodeBuilder {
     block_.sync();
     const int32_t count = list_nodes(requests);
     if (count == 0) {
+      FI_ROLL
       for (int32_t r = thread_; r < requests; r += kThreads) n_.deepest[r] = -1;
       block_.sync();
       return 0;
     }
     sort_nodes(count);
+    FI_ROLL
     for (int32_t r = thread_; r < requests; r += kThreads)
       n_.deepest[r] = m_.branch[r] = p_.leader[r] < 0 ? int16_t(-1) : int16_t(p_.least[p_.slot[r]]);
     block_.sync();
+    FI_ROLL
     for (int32_t i = thread_; i < count; i += kThreads) place_node(i, count);
     block_.sync();
     bool deep = false;
+    FI_ROLL
     for (int32_t i = thread_; i < count; i += kThreads) deep |= find_depth(i, max_depth) >= max_depth;
     return block_.sync_or(deep) ? cut(count, requests, max_depth) : count;
   }
@@ -71,6 +76,7 @@ class ForestNodeBuilder {
  private:
   FI_DEVICE int32_t list_nodes(int32_t requests) {
     uint32_t carry = 0;
+    FI_ROLL
     for (int32_t base = 0; base < requests; base += kThreads) {
       const int32_t r = base + thread_;
       const bool first = r < requests && p_.leader[r] >= 0 && p_.least[p_.slot[r]] == r;
@@ -88,9 +94,11 @@ class ForestNodeBuilder {
 
   // After it, `least` of a pair's slot is its node.
   FI_DEVICE void sort_nodes(int32_t count) {
+    FI_ROLL
     for (int32_t i = thread_; i < count; i += kThreads) {
       const int64_t own = m_.key[i];
       int32_t rank = 0;
+      FI_ROLL
       for (int32_t k = 0; k < count; ++k) rank += m_.key[k] < own;
       m_.sorted[rank] = m_.first[i];
       p_.least[p_.slot[m_.first[i]]] = rank;
@@ -112,6 +120,7 @@ class ForestNodeBuilder {
 
   FI_DEVICE int find_depth(int32_t i, int32_t max_depth) {
     int depth = 0;
+    FI_ROLL
     for (int32_t up = n_.parent[i]; up >= 0 && depth < max_depth; up = n_.parent[up]) ++depth;
     n_.depth[i] = uint8_t(depth);
     return depth;
@@ -119,12 +128,15 @@ class ForestNodeBuilder {
 
   // Leaves out what is too deep; nodes move forwards only.
   FI_DEVICE int32_t cut(int32_t count, int32_t requests, int32_t max_depth) {
+    FI_ROLL
     for (int32_t r = thread_; r < requests; r += kThreads) {
       int32_t up = n_.deepest[r];
+      FI_ROLL
       while (up >= 0 && n_.depth[up] >= max_depth) up = n_.parent[up];
       n_.deepest[r] = int16_t(up);
     }
     uint32_t carry = 0;
+    FI_ROLL
     for (int32_t base = 0; base < count; base += kThreads) {
       const int32_t i = base + thread_;
       const bool kept = i < count && n_.depth[i] < max_depth;
@@ -146,8 +158,10 @@ class ForestNodeBuilder {
       carry += total[0];
     }
     block_.sync();
+    FI_ROLL
     for (int32_t i = thread_; i < int32_t(carry); i += kThreads)
       if (n_.parent[i] >= 0) n_.parent[i] = m_.branch[n_.parent[i]];
+    FI_ROLL
     for (int32_t r = thread_; r < requests; r += kThreads)
       if (n_.deepest[r] >= 0) n_.deepest[r] = m_.branch[n_.deepest[r]];
     block_.sync();

@@ -48,22 +48,28 @@ class LevelChooser {
 
   // Returns how many nodes are kept. Ends with a barrier.
   FI_DEVICE int32_t choose(const PlannerConfig& c, const int32_t* qo_indptr) {
+    FI_ROLL
     for (int32_t i = thread_; i < count_; i += kThreads)
       m_.tokens[i] = m_.members[i] = m_.below[i] = m_.saved[i] = 0;
     block_.sync();
     add_requests(c, qo_indptr);
     int greatest = 0;
+    FI_ROLL
     for (int32_t i = thread_; i < count_; i += kThreads)
       greatest = n_.depth[i] > greatest ? n_.depth[i] : greatest;
     scan_.post(0, block_.warp_max(uint32_t(greatest)));
     scan_.meet();
     greatest = int(block_.warp_max(uint32_t(scan_.posted(0))));
+    FI_ROLL
     for (int depth = greatest; depth >= 0; --depth) {
+      FI_ROLL
       for (int32_t i = thread_; i < count_; i += kThreads)
         if (n_.depth[i] == depth) add_to_parent(c, i);
       block_.sync();
     }
+    FI_ROLL
     for (int depth = 0; depth <= greatest; ++depth) {
+      FI_ROLL
       for (int32_t i = thread_; i < count_; i += kThreads)
         if (n_.depth[i] == depth) decide(c, i);
       block_.sync();
@@ -75,6 +81,7 @@ class LevelChooser {
 
   // All nodes as they are, for who wants to see the forest.
   FI_DEVICE void keep_all() {
+    FI_ROLL
     for (int32_t i = thread_; i < count_; i += kThreads) {
       m_.tokens[i] = m_.members[i] = 0;
       m_.index[i] = m_.kept[i] = int16_t(i);
@@ -88,6 +95,7 @@ class LevelChooser {
   FI_DEVICE int32_t tokens_to(int32_t i) const { return n_.end[i] * page_size_; }
 
   FI_DEVICE void add_requests(const PlannerConfig& c, const int32_t* qo_indptr) {
+    FI_ROLL
     for (int32_t base = 0; base < requests_; base += kThreads) {
       const int32_t r = base + thread_;
       const int32_t node = r < requests_ ? n_.deepest[r] : -1;
@@ -148,6 +156,7 @@ class LevelChooser {
 
   FI_DEVICE int32_t number(const PlannerConfig& c) {
     uint32_t carry[2] = {0, 0};
+    FI_ROLL
     for (int32_t base = 0; base < count_; base += kThreads) {
       const int32_t i = base + thread_;
       const bool kept = i < count_ && m_.kept[i] == i;
@@ -163,6 +172,7 @@ class LevelChooser {
     }
     block_.sync();
     uint32_t most = 0;  // those that fit are the first ones
+    FI_ROLL
     for (int32_t i = thread_; i < count_; i += kThreads)
       most = m_.index[i] >= int32_t(most) ? uint32_t(m_.index[i] + 1) : most;
     scan_.post(0, block_.warp_max(most));
@@ -172,31 +182,34 @@ class LevelChooser {
 
   FI_DEVICE void keep(int32_t kept) {
     block_.sync();
-    if (kept > 0)
-      for (int32_t i = thread_; i < count_; i += kThreads) {
+    if (kept == 0) return;
+    FI_ROLL
+    for (int32_t i = thread_; i < count_; i += kThreads) {
+      const int32_t to = m_.index[i];
+      if (to < 0) continue;
+      const int32_t parent = n_.parent[i] < 0 ? -1 : m_.kept[n_.parent[i]];
+      l_.begin[to] = m_.start[i];
+      l_.end[to] = tokens_to(i);
+      l_.tokens[to] = int32_t(m_.tokens[i]);
+      l_.members[to] = int16_t(m_.members[i]);
+      l_.parent[to] = parent < 0 ? int16_t(-1) : m_.index[parent];
+      l_.leader[to] = n_.leader[i];
+      l_.level[to] = m_.above[i];
+    }
+    FI_ROLL
+    for (int32_t r = thread_; r < requests_; r += kThreads) {
+      FI_ROLL
+      for (int level = 0; level < kForestDepth; ++level) l_.path[level][r] = -1;
+      int32_t leaf = -1;
+      FI_ROLL
+      for (int32_t i = n_.deepest[r]; i >= 0; i = n_.parent[i]) {
         const int32_t to = m_.index[i];
         if (to < 0) continue;
-        const int32_t parent = n_.parent[i] < 0 ? -1 : m_.kept[n_.parent[i]];
-        l_.begin[to] = m_.start[i];
-        l_.end[to] = tokens_to(i);
-        l_.tokens[to] = int32_t(m_.tokens[i]);
-        l_.members[to] = int16_t(m_.members[i]);
-        l_.parent[to] = parent < 0 ? int16_t(-1) : m_.index[parent];
-        l_.leader[to] = n_.leader[i];
-        l_.level[to] = m_.above[i];
+        l_.path[m_.above[i]][r] = int16_t(to);
+        leaf = leaf < 0 ? to : leaf;
       }
-    if (kept > 0)
-      for (int32_t r = thread_; r < requests_; r += kThreads) {
-        for (int level = 0; level < kForestDepth; ++level) l_.path[level][r] = -1;
-        int32_t leaf = -1;
-        for (int32_t i = n_.deepest[r]; i >= 0; i = n_.parent[i]) {
-          const int32_t to = m_.index[i];
-          if (to < 0) continue;
-          l_.path[m_.above[i]][r] = int16_t(to);
-          leaf = leaf < 0 ? to : leaf;
-        }
-        l_.leaf[r] = int16_t(leaf);
-      }
+      l_.leaf[r] = int16_t(leaf);
+    }
     block_.sync();
   }
 

@@ -42,12 +42,14 @@ class NodeEmitter {
   // Ends with a barrier. Merge units count their arrivals, node tiles know their report lists (kUnit).
   template <class Collective>
   FI_DEVICE NodeUse run(Collective& all, int32_t num_nodes) {
+    FI_ROLL
     for (int32_t j = warp_; j < num_nodes; j += kWarps) {
       const int32_t reports = count_reports(j);
       if (lane_ == 0) n_.reports_begin[j] = reports;
     }
     block_.sync();
     NodeUse counts{};
+    FI_ROLL
     for (int32_t base = 0; base < num_nodes; base += kThreads) {
       const int32_t j = base + thread_;
       uint32_t before[2] = {0, 0}, total[2];
@@ -61,11 +63,14 @@ class NodeEmitter {
       counts.tokens += int32_t(total[1]);
     }
     block_.sync();
+    FI_ROLL
     for (int32_t j = warp_; j < num_nodes; j += kWarps) emit(j);
+    FI_ROLL
     for (int32_t j = thread_; j < num_nodes; j += kThreads)
       section<PrefixNode>(a_.layout.nodes)[j] = {l_.leader[j], n_.tokens_begin[j], l_.tokens[j], l_.end[j]};
     block_.sync();
     int32_t* const reports = section<int32_t>(a_.layout.reports);
+    FI_ROLL
     for (int32_t t = first_tile_ + thread_; t < num_tiles_; t += kThreads) {
       const int32_t at = tiles_.at(kUnit, t),
                     next = t + 1 < num_tiles_ ? tiles_.at(kUnit, t + 1) : counts.reports;
@@ -82,12 +87,8 @@ class NodeEmitter {
 
   // Sums over the lanes before, and over all.
   FI_DEVICE uint32_t sum_before(uint32_t v, uint32_t& total) {
-    uint32_t sum = v;
     if (block_.ballot(v > 1)) {
-      for (int d = 1; d < kWarp; d *= 2) {
-        const uint32_t left = block_.shuffle_up(sum, d);
-        if (lane_ >= d) sum += left;
-      }
+      const uint32_t sum = sum_of_lanes(block_, v);
       total = block_.shuffle(sum, kWarp - 1);
       return sum - v;
     }
@@ -104,6 +105,7 @@ class NodeEmitter {
     const int16_t* const path = l_.path[l_.level[j]];
     const int kind = node_kind(a_.config, l_.tokens[j]);
     uint32_t tokens = 0, pairs = 0, total;
+    FI_ROLL
     for (int32_t base = 0; base < requests_; base += kWarp) {
       const int32_t r = base + lane_;
       const bool member = r < requests_ && path[r] == j;
@@ -138,13 +140,16 @@ class NodeEmitter {
     auto* const units = section<MergeUnit>(a_.layout.units);
     for_members(j, [&](int32_t r, int32_t q_len, int32_t before, TileRange range, int32_t pair) {
       const int32_t own = tile_begin_[r], unit = tiles_.at(kUnit, own), first_token = a_.qo_indptr[r];
+      FI_ROLL
       for (int32_t i = 0; i < q_len; ++i) node_tokens[before + i] = first_token + i;
       block_.add(reinterpret_cast<uint32_t*>(&units[unit].num_items),
                  uint32_t(chunks * (range.last - range.first + 1)));
+      FI_ROLL
       for (int32_t c = 0; c < chunks; ++c)
         parts[tiles_.at(kFirstPart, own) + c] = first_row + c * rows + before * group;
       // The lists of the tiles before and of this one each begin with their length.
       int32_t at = n_.reports_begin[j] + pair + range.first + 1;
+      FI_ROLL
       for (int32_t t = range.first; t <= range.last; ++t, at += 2) {
         reports[at] = unit;
         if (before * group <= t * height) tiles_.at(kUnit, tile + t) = at - 1;

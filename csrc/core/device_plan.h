@@ -67,6 +67,7 @@ class DevicePlanner {
   }
 
   FI_DEVICE void clear() {
+    FI_ROLL
     for (int32_t i = thread_; i < a_.capacity.counters; i += kThreads) counters()[i] = 0;
     sort_.clear();
   }
@@ -77,6 +78,7 @@ class DevicePlanner {
     const int32_t requests = a_.num_requests;
     uint32_t found = 0, carry = 0;
     int32_t longest = 0;
+    FI_ROLL
     for (int32_t base = 0; base < requests; base += kThreads) {
       const int32_t r = base + thread_;
       uint32_t count[1] = {0}, total[1];
@@ -140,6 +142,7 @@ class DevicePlanner {
   // Counts the nodes' tiles and query tokens.
   FI_DEVICE void place_nodes() {
     uint32_t carry[2] = {0, 0};
+    FI_ROLL
     for (int32_t base = 0; base < num_nodes_; base += kThreads) {
       const int32_t j = base + thread_;
       const int32_t tokens = j < num_nodes_ ? levels_->tokens[j] : 0;
@@ -164,6 +167,7 @@ class DevicePlanner {
     const int32_t flat_tiles = num_tiles_;
     set_own_tiles(tile_begin, tiles, true);
     num_tiles_ += node_tiles_;
+    FI_ROLL
     for (int32_t t = flat_tiles + thread_; t < num_tiles_; t += kThreads) {
       const int32_t j = find_last(nodes_->tile, num_nodes_, t), tokens = levels_->tokens[j];
       set_tile(tiles, t,
@@ -172,6 +176,7 @@ class DevicePlanner {
     }
     block_.sync();
     int64_t total = 0;
+    FI_ROLL
     for (int32_t t = thread_; t < num_tiles_; t += kThreads)
       total +=
           scale_cost(tile_cost(c_, shape_kind(tiles.at(kShape, t)), tile_length(tiles, t)), a_.cost_shift);
@@ -189,6 +194,7 @@ class DevicePlanner {
   template <class Tiles>
   FI_DEVICE void set_own_tiles(const int32_t* tile_begin, Tiles tiles, bool composed) {
     const int32_t requests = a_.num_requests < kForestRequests ? a_.num_requests : kForestRequests;
+    FI_ROLL
     for (int32_t r = thread_; r < requests; r += kThreads) {
       const int32_t leaf = levels_->leaf[r];
       if (leaf < 0) continue;
@@ -217,13 +223,16 @@ class DevicePlanner {
       set_tile(tiles, tile, t);
       total += scale_cost(tile_cost(c_, kind, t.kv_end - t.kv_begin), a_.cost_shift);
     };
+    FI_ROLL
     for (int32_t r = thread_; r < a_.num_requests; r += kThreads)
       if (tile_begin[r + 1] - tile_begin[r] == 1) make(r, tile_begin[r], 0);
-    if (several_tiles)
+    if (several_tiles) {
+      FI_ROLL
       for (int32_t t = thread_; t < num_tiles_; t += kThreads) {
         const int32_t r = find_last(tile_begin, a_.num_requests, t);
         if (tile_begin[r + 1] - tile_begin[r] > 1) make(r, t, t - tile_begin[r]);
       }
+    }
     all_.post(0, warp_sum64(block_, total));
     all_.meet();
     return warp_sum64(block_, all_.posted(0));
@@ -239,10 +248,12 @@ class DevicePlanner {
   template <class Tiles>
   FI_DEVICE uint32_t split_tiles(Tiles tiles, BudgetChoice& budget, Counts& use) {
     const PlanCapacity& cap = a_.capacity;
+    FI_ROLL
     for (;;) {
       uint32_t greatest = 0;
       for (uint32_t& n : use) n = 0;
       if (kShares && num_nodes_ > 0) cut_paths(budget);
+      FI_ROLL
       for (int32_t base = 0; base < num_tiles_; base += kThreads) {
         Counts before = {0, 0, 0, 0}, total;
         const int32_t t = base + thread_;
@@ -281,8 +292,10 @@ class DevicePlanner {
 
   // By node: chunks from the root to it.
   FI_DEVICE void cut_paths(const BudgetChoice& budget) {
+    FI_ROLL
     for (int32_t j = thread_; j < num_nodes_; j += kThreads) {
       int32_t chunks = 0;
+      FI_ROLL
       for (int32_t up = j; up >= 0; up = levels_->parent[up]) {
         const int kind = node_kind(c_, levels_->tokens[up]);
         chunks +=
@@ -377,12 +390,14 @@ class DevicePlanner {
   template <class Tiles>
   FI_DEVICE void emit_items(Tiles tiles, int32_t num_items, int shift) {
     ItemKey first;
+    FI_ROLL
     for (int32_t base = 0; base + warp_ * kWarp < num_items; base += kThreads) {
       const ItemKey k = item_key(tiles, base + thread_, num_items, shift);
       sort_.count(k.key);
       if (base == 0) first = k;
     }
     sort_.end_counting();
+    FI_ROLL
     for (int32_t base = 0; base < num_items; base += kThreads) {
       const int32_t item = base + thread_, left = num_items - base;
       ItemKey k = first;
@@ -408,6 +423,7 @@ class DevicePlanner {
     const uint32_t before = states_before(c_, split, item - tiles.at(kFirstItem, t));
     int32_t* parts = section<int32_t>(a_.layout.parts) + tiles.at(kFirstPart, t) + before;
     if (kShares && shape_level(tiles.at(kShape, t)) == kOwn) parts += path_chunks(tiles, t);
+    FI_ROLL
     for (int32_t i = 0; i < count; ++i) parts[i] = w.partial + i * w.q_rows;
   }
 

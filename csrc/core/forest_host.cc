@@ -53,11 +53,11 @@ class Finder {
 
  private:
   const int32_t* row(int32_t r) const { return t_.indices + t_.row_begin[r]; }
-  int32_t page(const int32_t* row, int32_t p) const { return row[int64_t(p) * t_.step] / t_.divisor; }
+  int32_t page(const int32_t* row, int32_t p) const { return row[int64_t(p) * t_.step]; }
 
   // First page from `begin` on in which the rows differ, at most `end`.
   int32_t common_end(const int32_t* a, const int32_t* b, int32_t begin, int32_t end) const {
-    if (t_.step > 1 || t_.divisor > 1) {
+    if (t_.step > 1) {
       while (begin < end && page(a, begin) == page(b, begin)) ++begin;
       return begin;
     }

@@ -7,21 +7,19 @@
 
 namespace fi {
 
-// Page p of request r is indices[row_begin[r] + p * step] / divisor.
+// Page p of request r is named by indices[row_begin[r] + p * step], its id or its first token slot.
 struct PageRows {
   const int32_t* indices;
   const int64_t* row_begin;
   const int64_t* row_end;  // one past the last index that may be read
   int64_t num_indices;
   int32_t step;
-  int32_t divisor;
 };
 
-// Pages whose ids lie in the row of a request; 0 where its bounds are no range of the table.
-FI_HOST_DEVICE int64_t row_pages(const PageRows& t, int32_t request) {
+// Whether the row of a request lies in the table and has so many pages.
+FI_HOST_DEVICE bool holds_pages(const PageRows& t, int32_t request, int32_t pages) {
   const int64_t begin = t.row_begin[request], end = t.row_end[request];
-  if (begin < 0 || end < begin || end > t.num_indices) return 0;
-  return (end - begin + t.step - 1) / t.step;
+  return begin >= 0 && begin <= end && end <= t.num_indices && int64_t(pages - 1) * t.step < end - begin;
 }
 
 }  // namespace fi

@@ -39,7 +39,7 @@ struct Split {
 };
 
 FI_HOST_DEVICE uint32_t ceil_div32(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
-FI_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+FI_HOST_DEVICE_CALL int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 FI_HOST_DEVICE int32_t tile_height(int kind) { return kind == 0 ? 1 : 8 << kind; }
 

@@ -227,7 +227,6 @@ class Planner:
             table.row_begin,
             table.row_end,
             table.index_step,
-            table.index_divisor,
             table.page_size,
             shareable,
             tally,

@@ -86,7 +86,7 @@ class PrefixForest:
         """Compare the leading pages of all rows of a page table on the host.
 
         shareable: host int32 [requests], KV tokens that may be shared (see shareable()), cut to whole pages.
-        max_depth: nodes from a root on that are looked for. Page ids are compared exactly. Raises ValueError
+        max_depth: nodes from a root on that are looked for. Page ids, or the first slots of pages, are compared exactly. Raises ValueError
         when a row holds fewer pages.
         """
         _expect_shareable(shareable, table.num_requests)
@@ -104,7 +104,6 @@ class PrefixForest:
             table.row_begin,
             table.row_end,
             table.index_step,
-            table.index_divisor,
             shareable,
             table.page_size,
             max_depth,

@@ -60,7 +60,6 @@ def find(
         table.row_begin,
         table.row_end,
         table.index_step,
-        table.index_divisor,
         table.page_size,
         limits,
         max_depth,
@@ -162,10 +161,10 @@ def test_large_batches(requests: int, pages: int, blocks: str) -> None:
 def test_rows_without_bounds_share_nothing() -> None:
     """Bounds that are no range of the table, and lengths beyond a row, never let a page be read outside."""
     indices = torch.zeros(24, dtype=torch.int32)
-    begin = torch.tensor([0, 0, -3, 20, 8, 8], dtype=torch.int64)
-    end = torch.tensor([4, 4, 4, 40, 7, 8], dtype=torch.int64)
-    table = PageTable(indices, begin, end, torch.full((6,), 1000, dtype=torch.int32), 4)
-    forest = find(table, torch.ones(6, dtype=torch.int32))
+    begin = torch.tensor([0, 0, -3, 20, 8, 8, 1, 2**62], dtype=torch.int64)
+    end = torch.tensor([4, 5, 4, 40, 7, 8, 4, 2**63 - 1], dtype=torch.int64)
+    table = PageTable(indices, begin, end, torch.full((8,), 17, dtype=torch.int32), 4)
+    forest = find(table, torch.ones(8, dtype=torch.int32))
     assert forest.nodes.tolist() == [[-1, 0, 16, 0, 2]]
     assert forest.members.tolist() == [0, 1]
 

@@ -104,5 +104,5 @@ def test_refusals() -> None:
     case = tree(2, 4, root_pages=20, group_pages=20)
     flat = case.plan_case.planner(page_size=case.page_size)
     wrong(flat, case, r"^detect_prefixes: expected a planner with room for shared prefixes; got none")
-    wrong(case.planner(), case, r"^index_step, index_divisor: expected >= 1; got 0", index_step=0)
+    wrong(case.planner(), case, r"^index_step: expected >= 1; got 0", index_step=0)
     wrong(case.planner(), case, r"^row_end: ", row_end=torch.zeros(3, dtype=torch.int64))

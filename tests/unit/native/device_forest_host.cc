@@ -28,7 +28,7 @@ struct Memory {
 // nodes: int32 [requests, 5]; members: int32, max_depth a request; size: int64 [2].
 template <int kThreads, int kCtas>
 void find(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorView indices,
-          TensorView row_begin, TensorView row_end, int64_t step, int64_t divisor, int64_t page_size,
+          TensorView row_begin, TensorView row_end, int64_t step, int64_t page_size,
           Optional<TensorView> limits, int64_t max_depth, TensorView nodes, TensorView members,
           TensorView size, int64_t seed) {
   using Block = FiberBlock<kThreads, kCtas>;
@@ -37,8 +37,8 @@ void find(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorVie
   const int32_t requests = int32_t(kv_lens.size(0));
   alignas(8) static int32_t exchange[kExchangeWords];
   std::memset(exchange, int(seed % 251), sizeof(exchange));
-  const DeviceForestArgs args{page_rows(indices, row_begin, row_end, step, divisor, kHost),
-                              int32_t(page_size), int32_t(max_depth),
+  const DeviceForestArgs args{page_rows(indices, row_begin, row_end, step, kHost), int32_t(page_size),
+                              int32_t(max_depth),
                               limits.has_value() ? data<const int32_t>(limits.value()) : nullptr, exchange};
   static const auto block = std::make_unique<Block>();
   static const auto memory = std::make_unique<Memory<kThreads>[]>(kCtas);

@@ -38,15 +38,15 @@ void plan(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorVie
 
 template <int kThreads, int kCtas>
 void plan_shared(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorView indices,
-                 TensorView row_begin, TensorView row_end, int64_t step, int64_t divisor, int64_t page_size,
+                 TensorView row_begin, TensorView row_end, int64_t step, int64_t page_size,
                  Optional<TensorView> limits, Optional<TensorView> tally, TensorView workspace,
                  TensorView buffer, int64_t seed) {
   using Block = FiberBlock<kThreads, kCtas>;
   using Thread = typename Block::Thread;
   using Memory = DeviceShareMemory<Thread>;
   const DeviceShareArgs args =
-      bind::device_share_args(config, qo_indptr, kv_lens, indices, row_begin, row_end, step, divisor,
-                              page_size, limits, tally, workspace, buffer, bind::kHost);
+      bind::device_share_args(config, qo_indptr, kv_lens, indices, row_begin, row_end, step, page_size,
+                              limits, tally, workspace, buffer, bind::kHost);
   static const auto block = std::make_unique<Block>();
   static std::vector<std::byte> memory(kCtas * sizeof(Memory));
   std::memset(memory.data(), int(seed % 251), memory.size());

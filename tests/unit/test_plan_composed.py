@@ -277,3 +277,25 @@ def test_prefill_requests_stay_flat_beside_composed_ones() -> None:
         if i["flags"] & (FIRST_CHUNK | SUFFIX) and not i["flags"] & PREFIX
     }
     assert [first[r] & SUFFIX for r in range(9)] == [8, 8, 8, 0, 8, 8, 8, 8, 8]
+
+
+def test_a_small_step_shares_only_where_that_takes_less_time() -> None:
+    """Two readers on many idle CTAs: reading once saves work, and the way of the states costs more time."""
+    costs = PlanCase((), (), group=4, heads=8, num_ctas=132, costs="coarse")
+    assert fan(2, 256, 500, step=costs).plan().header["num_nodes"] == 0
+    assert fan(2, 256, 500, step=replace(costs, num_ctas=1)).plan().header["num_nodes"] == 1
+
+
+def test_a_node_above_kept_ones_is_judged_by_what_these_would_read() -> None:
+    """Two groups of eight behind a short prefix: two tiles read it as cheaply as one of their own would."""
+    step = PlanCase((), (), group=4, heads=8, num_ctas=1, costs="coarse")
+    paths = tuple((0, r % 2) for r in range(16))
+    runs = {(0,): 25, (0, 0): 200, (0, 1): 200}
+    shared = SharedCase(
+        paths=paths, run_pages=runs, q_lens=(1,) * 16, own=(9,) * 16, step=step, sharing=ROOMY
+    )
+    plan = shared.plan()
+    assert plan.nodes["num_tokens"].tolist() == [8, 8]
+    assert reads(plan) == 2 * 225 * 16 + 16 * 9
+    alone = replace(shared, run_pages=runs | {(0, 0): 0, (0, 1): 0})
+    assert alone.plan().nodes["num_tokens"].tolist() == [16], "without them it pays"

@@ -46,8 +46,8 @@ class BatchAttention:
     (default: an own one). costs: the planner's cost model (default: that of the device). sharing: capacity
     for prefixes that several requests share (default: none).
 
-    tally: what shared prefixes have saved, or None without sharing. All memory is allocated here; plan() and run() allocate nothing but the output when none is given.
-    Raises UnsupportedError when the spec cannot run on the device (see support.unsupported_reason).
+    tally: what shared prefixes have saved, or None without sharing. All memory is allocated here, but the
+    output when none is given. Raises UnsupportedError when the spec cannot run on the device.
     """
 
     def __init__(

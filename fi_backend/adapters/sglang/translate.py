@@ -6,6 +6,7 @@ Attributes are read by name, so that this module imports no part of SGLang.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -91,8 +92,9 @@ def shares_prefixes(model_runner: Any) -> bool:
 
 
 def sharing_limits(limits: Limits) -> SharingLimits:
-    """Return the capacity for shared prefixes in steps within `limits`."""
-    return SharingLimits.for_limits(min(limits.max_requests, _MOST_SHARING), limits.max_tokens)
+    """Return the capacity for shared prefixes in steps within `limits`: for every node of their tree."""
+    requests = min(limits.max_requests, _MOST_SHARING)
+    return replace(SharingLimits.for_limits(requests, limits.max_tokens), max_nodes=requests)
 
 
 class Lengths(NamedTuple):

@@ -33,6 +33,13 @@ class BucketSort {
     clear_rank();
   }
 
+  // Scratch memory until the first place(), which has to find it cleared by the warps.
+  static constexpr int kRanks = kWarps * kBuckets * int(sizeof(uint32_t) / sizeof(int16_t));
+  FI_DEVICE int16_t* lend_ranks() { return reinterpret_cast<int16_t*>(m_.rank); }
+  FI_DEVICE void clear_rank() {
+    for (int i = lane_; i < kBuckets; i += kWarp) m_.rank[warp_][i] = 0;
+  }
+
   // Called by whole warps. One ballot a bit: a match instruction takes longer.
   FI_DEVICE Key key(int bucket, bool valid) {
     Key k{bucket, block_.ballot(valid), valid};
@@ -73,10 +80,6 @@ class BucketSort {
  private:
   FI_DEVICE uint32_t lower_lanes() const { return (1u << lane_) - 1; }
   FI_DEVICE bool leads(const Key& k) const { return k.valid && (k.peers & lower_lanes()) == 0; }
-
-  FI_DEVICE void clear_rank() {
-    for (int i = lane_; i < kBuckets; i += kWarp) m_.rank[warp_][i] = 0;
-  }
 
   FI_DEVICE void scan_positions() {
     uint32_t before = 0;

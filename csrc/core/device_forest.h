@@ -79,18 +79,24 @@ class ForestFinder {
 
   FI_DEVICE int32_t num_requests() const { return requests_; }
 
-  // After a barrier behind clear_table(): the slot of the requests that are equal to `request`.
+  // After a barrier behind clear_table(), by whole warps: finds the slot of the requests that are equal to
+  // `request`, where that is `active`.
   template <class Equal>
-  FI_DEVICE int32_t find_slot(int32_t request, uint32_t hash, Equal equal) {
-    int32_t slot = int32_t((hash ^ hash >> 15) & uint32_t(mask_));
-    FI_ROLL
-    for (;; slot = (slot + 1) & mask_) {
-      const int32_t owner = block_.compare_and_swap(&m_.owner[slot], -1, request);
-      if (owner < 0 || equal(owner)) break;
+  FI_DEVICE void find_slot(int32_t request, bool active, uint32_t hash, Equal equal) {
+    const uint32_t valid = block_.ballot(active);
+    if (!valid) return;
+    // Mostly the requests of a warp are equal: the smallest one stands for all, instead of all that meet at
+    // one word.
+    const int first = lowest_bit(valid);
+    const int32_t smallest = block_.shuffle(request, first);
+    if (block_.ballot(active && !equal(smallest))) {
+      if (active) m_.slot[request] = int16_t(take_slot(request, hash, equal));
+    } else {
+      int32_t slot = 0;
+      if (lane_ == first) slot = take_slot(request, hash, equal);
+      slot = block_.shuffle(slot, first);
+      if (active) m_.slot[request] = int16_t(slot);
     }
-    block_.keep_least(&m_.least[slot], request);
-    m_.slot[request] = int16_t(slot);
-    return slot;
   }
 
   FI_DEVICE void clear_table() {
@@ -103,6 +109,18 @@ class ForestFinder {
 
  private:
   enum State : uint8_t { kDone, kActive, kComparing };
+
+  template <class Equal>
+  FI_DEVICE int32_t take_slot(int32_t request, uint32_t hash, Equal equal) {
+    int32_t slot = int32_t((hash ^ hash >> 15) & uint32_t(mask_));
+    FI_ROLL
+    for (;; slot = (slot + 1) & mask_) {
+      const int32_t owner = block_.compare_and_swap(&m_.owner[slot], -1, request);
+      if (owner < 0 || equal(owner)) break;
+    }
+    block_.keep_least(&m_.least[slot], request);
+    return slot;
+  }
 
   FI_DEVICE const int32_t* row(int32_t r) const { return a_.rows.indices + a_.rows.row_begin[r]; }
   FI_DEVICE int32_t entry(const int32_t* row, int32_t p) const { return row[int64_t(p) * a_.rows.step]; }
@@ -132,11 +150,14 @@ class ForestFinder {
     clear_table();
     block_.sync();
     FI_ROLL
-    for (int32_t r = thread_; r < requests_; r += kThreads) {
-      if (m_.state[r] != kActive) continue;
-      const uint32_t hash = uint32_t(m_.next[r]) * 0x9e3779b1u ^ uint32_t(m_.common[r]) * 0x85ebca6bu ^
-                            uint32_t(m_.leader[r]) * 0xc2b2ae35u;
-      find_slot(r, hash, [&](int32_t other) {
+    for (int32_t base = 0; base < requests_; base += kThreads) {
+      const int32_t r = base + thread_;
+      const bool active = r < requests_ && m_.state[r] == kActive;
+      uint32_t hash = 0;
+      if (active)
+        hash = uint32_t(m_.next[r]) * 0x9e3779b1u ^ uint32_t(m_.common[r]) * 0x85ebca6bu ^
+               uint32_t(m_.leader[r]) * 0xc2b2ae35u;
+      find_slot(r, active, hash, [&](int32_t other) {
         return m_.next[other] == m_.next[r] && m_.common[other] == m_.common[r] &&
                m_.leader[other] == m_.leader[r];
       });
@@ -165,45 +186,59 @@ class ForestFinder {
       const int32_t r = base + first;
       const bool valid = r < requests_ && m_.state[r] == kComparing;
       if (!block_.ballot(valid)) continue;
-      const int32_t leader = valid ? m_.leader[r] : 0;
-      const int32_t common = compare<kLanes>(r, leader, valid);
-      if (valid && thread_ % kLanes == 0)
-        found[r] = {common, m_.pages[r] > common ? entry(row(r), common) : 0};
+      const Comparison c = compare<kLanes>(r, valid);
+      if (valid && thread_ % kLanes == 0) found[r] = c;
     }
   }
 
   // Called by whole warps, whose parts of kLanes lanes compare requests of their own.
   template <int kLanes>
-  FI_DEVICE int32_t compare(int32_t r, int32_t leader, bool valid) {
+  FI_DEVICE Comparison compare(int32_t r, bool valid) {
     constexpr int kUnroll = 16;  // loads of a lane under way, as many again of the leader's row
+    const int sub_lane = thread_ % kLanes;
+    const int32_t leader = valid ? m_.leader[r] : 0;
     const int32_t* const own = valid ? row(r) : nullptr;
     const int32_t* const other = valid ? row(leader) : nullptr;
-    int32_t begin = valid ? m_.common[r] + 1 : 0, end = 0;
-    if (valid) end = m_.pages[r] < m_.pages[leader] ? m_.pages[r] : m_.pages[leader];
+    int32_t begin = 0, end = 0, next = 0;
+    bool differ = false;
+    if (valid) {
+      begin = m_.common[r] + 1;
+      end = m_.pages[r] < m_.pages[leader] ? m_.pages[r] : m_.pages[leader];
+    }
     FI_ROLL
     while (block_.ballot(begin < end)) {
       int32_t a[kUnroll], b[kUnroll];
       FI_UNROLL
       for (int i = 0; i < kUnroll; ++i) {
-        const int32_t p = begin + i * kLanes + thread_ % kLanes;
+        const int32_t p = begin + i * kLanes + sub_lane;
         a[i] = p < end ? entry(own, p) : 0;
         b[i] = p < end ? entry(other, p) : 0;
       }
-      int32_t differs = kMaxInt32;
+      int32_t at = kMaxInt32, page = 0;
       FI_UNROLL
-      for (int i = kUnroll - 1; i >= 0; --i)
-        if (a[i] != b[i]) differs = i * kLanes + thread_ % kLanes;
-      if (block_.ballot(differs < kMaxInt32)) FI_ROLL
-      for (int d = kLanes / 2; d > 0; d /= 2) {
-        const int32_t there = block_.shuffle(differs, lane_ ^ d);
-        differs = there < differs ? there : differs;
+      for (int i = kUnroll - 1; i >= 0; --i) {
+        if (a[i] == b[i]) continue;
+        at = i * kLanes + sub_lane;
+        page = a[i];
       }
-      if (differs < kMaxInt32)
-        begin = end = begin + differs;
-      else
+      if (block_.ballot(at < kMaxInt32)) {
+        FI_ROLL
+        for (int d = kLanes / 2; d > 0; d /= 2) {
+          const int32_t there = block_.shuffle(at, lane_ ^ d);
+          at = there < at ? there : at;
+        }
+        page = block_.shuffle(page, lane_ - sub_lane + at % kLanes);
+      }
+      if (at < kMaxInt32) {
+        begin = end = begin + at;
+        next = page;
+        differ = true;
+      } else {
         begin = end - begin > kUnroll * kLanes ? begin + kUnroll * kLanes : end;
+      }
     }
-    return begin;
+    if (valid && !differ && m_.pages[r] > begin) next = entry(own, begin);
+    return {begin, next};
   }
 
   FI_DEVICE void read_comparison(const Comparison* found, int32_t r) {

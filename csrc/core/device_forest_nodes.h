@@ -44,10 +44,12 @@ class ForestNodeBuilder {
     finder_.clear_table();
     block_.sync();
     FI_ROLL
-    for (int32_t r = thread_; r < requests; r += kThreads) {
-      if (p_.leader[r] < 0) continue;
-      const uint32_t hash = uint32_t(p_.common[r]) * 0x85ebca6bu ^ uint32_t(p_.leader[r]) * 0xc2b2ae35u;
-      finder_.find_slot(r, hash, [&](int32_t other) {
+    for (int32_t base = 0; base < requests; base += kThreads) {
+      const int32_t r = base + thread_;
+      const bool active = r < requests && p_.leader[r] >= 0;
+      uint32_t hash = 0;
+      if (active) hash = uint32_t(p_.common[r]) * 0x85ebca6bu ^ uint32_t(p_.leader[r]) * 0xc2b2ae35u;
+      finder_.find_slot(r, active, hash, [&](int32_t other) {
         return p_.common[other] == p_.common[r] && p_.leader[other] == p_.leader[r];
       });
     }
@@ -98,7 +100,6 @@ class ForestNodeBuilder {
     for (int32_t i = thread_; i < count; i += kThreads) {
       const int64_t own = m_.key[i];
       int32_t rank = 0;
-      FI_ROLL
       for (int32_t k = 0; k < count; ++k) rank += m_.key[k] < own;
       m_.sorted[rank] = m_.first[i];
       p_.least[p_.slot[m_.first[i]]] = rank;

@@ -22,6 +22,7 @@ template <class Block, class Tiles>
 class NodeEmitter {
  public:
   static constexpr int kThreads = Block::kThreads, kWarps = kThreads / kWarp;
+  using Sort = BucketSort<Block, kSortBits>;
 
   // The nodes' tiles are [first_tile, num_tiles).
   FI_DEVICE NodeEmitter(Block& block, const DevicePlanArgs& args, const Levels& levels, NodeTables& nodes,
@@ -40,43 +41,57 @@ class NodeEmitter {
         requests_(args.num_requests < kForestRequests ? args.num_requests : kForestRequests) {}
 
   // Ends with a barrier. Merge units count their arrivals, node tiles know their report lists (kUnit).
+  // counts: scratch memory for how many members a node has among 32 requests, Sort::kRanks of them.
   template <class Collective>
-  FI_DEVICE NodeUse run(Collective& all, int32_t num_nodes) {
+  FI_DEVICE NodeUse run(Collective& all, int32_t num_nodes, int16_t* counts) {
+    const int32_t groups = (requests_ + kWarp - 1) / kWarp;
+    bool odd = groups * num_nodes > Sort::kRanks;
     FI_ROLL
-    for (int32_t j = warp_; j < num_nodes; j += kWarps) {
-      const int32_t reports = count_reports(j);
-      if (lane_ == 0) n_.reports_begin[j] = reports;
+    for (int32_t j = thread_; j < num_nodes; j += kThreads) odd |= !has_single_rows(j);
+    odd = block_.sync_or(odd);
+    if (odd) {
+      FI_ROLL
+      for (int32_t j = warp_; j < num_nodes; j += kWarps) {
+        const int32_t pairs = for_members(j, [](int32_t, int32_t, int32_t, TileRange, int32_t) {});
+        if (lane_ == 0) n_.reports_begin[j] = pairs;
+      }
+      block_.sync();
     }
-    block_.sync();
-    NodeUse counts{};
+    NodeUse use{};
     FI_ROLL
     for (int32_t base = 0; base < num_nodes; base += kThreads) {
       const int32_t j = base + thread_;
       uint32_t before[2] = {0, 0}, total[2];
       if (j < num_nodes) {
-        before[0] = uint32_t(n_.reports_begin[j]);
-        before[1] = uint32_t(l_.tokens[j]);
+        const int32_t tokens = l_.tokens[j], pairs = odd ? n_.reports_begin[j] : tokens;
+        before[0] = uint32_t(node_tile_count(a_.config, tokens) + pairs);
+        before[1] = uint32_t(tokens);
+        section<PrefixNode>(a_.layout.nodes)[j] = {l_.leader[j], n_.tokens_begin[j], tokens, l_.end[j]};
       }
       all.exclusive_scan(before, total);
-      if (j < num_nodes) n_.reports_begin[j] = counts.reports + int32_t(before[0]);
-      counts.reports += int32_t(total[0]);
-      counts.tokens += int32_t(total[1]);
+      if (j < num_nodes) n_.reports_begin[j] = use.reports + int32_t(before[0]);
+      use.reports += int32_t(total[0]);
+      use.tokens += int32_t(total[1]);
     }
     block_.sync();
-    FI_ROLL
-    for (int32_t j = warp_; j < num_nodes; j += kWarps) emit(j);
-    FI_ROLL
-    for (int32_t j = thread_; j < num_nodes; j += kThreads)
-      section<PrefixNode>(a_.layout.nodes)[j] = {l_.leader[j], n_.tokens_begin[j], l_.tokens[j], l_.end[j]};
+    if (odd) {
+      FI_ROLL
+      for (int32_t j = warp_; j < num_nodes; j += kWarps)
+        for_members(j, [&](int32_t r, int32_t q_len, int32_t before, TileRange range, int32_t pair) {
+          put_member(j, r, q_len, before, range, pair);
+        });
+    } else {
+      put_single_rows(num_nodes, groups, counts);
+    }
     block_.sync();
     int32_t* const reports = section<int32_t>(a_.layout.reports);
     FI_ROLL
     for (int32_t t = first_tile_ + thread_; t < num_tiles_; t += kThreads) {
       const int32_t at = tiles_.at(kUnit, t),
-                    next = t + 1 < num_tiles_ ? tiles_.at(kUnit, t + 1) : counts.reports;
+                    next = t + 1 < num_tiles_ ? tiles_.at(kUnit, t + 1) : use.reports;
       reports[at] = next - at - 1;
     }
-    return counts;
+    return use;
   }
 
  private:
@@ -122,39 +137,90 @@ class NodeEmitter {
     return int32_t(pairs);
   }
 
-  // Words of the report lists of a node.
-  FI_DEVICE int32_t count_reports(int32_t j) {
-    const int32_t tokens = l_.tokens[j], tiles = node_tile_count(a_.config, tokens);
-    const bool whole = tile_height(node_kind(a_.config, tokens)) % a_.config.group == 0;
-    if (whole && tokens == l_.members[j]) return tiles + tokens;  // no member has rows in two tiles
-    return tiles + for_members(j, [](int32_t, int32_t, int32_t, TileRange, int32_t) {});
+  // Whether all members have one query token, whose rows lie in one tile of the node.
+  FI_DEVICE bool has_single_rows(int32_t j) const {
+    const int32_t tokens = l_.tokens[j];
+    return tokens == l_.members[j] && tile_height(node_kind(a_.config, tokens)) % a_.config.group == 0;
   }
 
-  FI_DEVICE void emit(int32_t j) {
-    const int32_t tile = n_.tile[j], tokens = l_.tokens[j], group = a_.config.group, rows = tokens * group;
-    const int32_t height = tile_height(node_kind(a_.config, tokens));
-    const int32_t chunks = tiles_.at(kChunks, tile), first_row = tiles_.at(kFirstRow, tile);
-    int32_t* const node_tokens = section<int32_t>(a_.layout.node_tokens) + n_.tokens_begin[j];
-    int32_t* const reports = section<int32_t>(a_.layout.reports);
-    int32_t* const parts = section<int32_t>(a_.layout.parts) + n_.path_chunks[j] - chunks;
-    auto* const units = section<MergeUnit>(a_.layout.units);
-    for_members(j, [&](int32_t r, int32_t q_len, int32_t before, TileRange range, int32_t pair) {
-      const int32_t own = tile_begin_[r], unit = tiles_.at(kUnit, own), first_token = a_.qo_indptr[r];
-      FI_ROLL
-      for (int32_t i = 0; i < q_len; ++i) node_tokens[before + i] = first_token + i;
-      block_.add(reinterpret_cast<uint32_t*>(&units[unit].num_items),
-                 uint32_t(chunks * (range.last - range.first + 1)));
-      FI_ROLL
-      for (int32_t c = 0; c < chunks; ++c)
-        parts[tiles_.at(kFirstPart, own) + c] = first_row + c * rows + before * group;
-      // The lists of the tiles before and of this one each begin with their length.
-      int32_t at = n_.reports_begin[j] + pair + range.first + 1;
-      FI_ROLL
-      for (int32_t t = range.first; t <= range.last; ++t, at += 2) {
-        reports[at] = unit;
-        if (before * group <= t * height) tiles_.at(kUnit, tile + t) = at - 1;
+  // All nodes of a level at once, 32 requests a warp: a member's place is how many members come before it.
+  FI_DEVICE void put_single_rows(int32_t num_nodes, int32_t groups, int16_t* counts) {
+    FI_ROLL
+    for (int32_t i = thread_; i < groups * num_nodes; i += kThreads) counts[i] = 0;
+    block_.sync();
+    FI_ROLL
+    for (int32_t task = warp_; task < groups * kForestDepth; task += kWarps) {
+      const int32_t node = node_of(task, groups);
+      const uint32_t peers = find_peers(node, num_nodes);
+      if (node >= 0 && (peers & lanes_before()) == 0)
+        counts[task % groups * num_nodes + node] = int16_t(count_bits(peers));
+    }
+    block_.sync();
+    FI_ROLL
+    for (int32_t j = thread_; j < num_nodes; j += kThreads) {
+      int32_t before = 0;
+      for (int32_t g = 0; g < groups; ++g) {
+        const int32_t own = counts[g * num_nodes + j];
+        counts[g * num_nodes + j] = int16_t(before);
+        before += own;
       }
-    });
+    }
+    block_.sync();
+    FI_ROLL
+    for (int32_t task = warp_; task < groups * kForestDepth; task += kWarps) {
+      const int32_t node = node_of(task, groups);
+      const uint32_t peers = find_peers(node, num_nodes);
+      if (node < 0) continue;
+      const int32_t before = counts[task % groups * num_nodes + node] + count_bits(peers & lanes_before());
+      const TileRange range =
+          member_tiles(node_kind(a_.config, l_.tokens[node]), before * a_.config.group, 1);
+      put_member(node, task % groups * kWarp + lane_, 1, before, range, before);
+    }
+  }
+
+  FI_DEVICE uint32_t lanes_before() const { return (1u << lane_) - 1; }
+
+  // The node of this lane's request: the task's number is level * groups + group of 32 requests.
+  FI_DEVICE int32_t node_of(int32_t task, int32_t groups) const {
+    const int32_t r = task % groups * kWarp + lane_;
+    return r < requests_ ? l_.path[task / groups][r] : -1;
+  }
+
+  // Lanes with the same node; by whole warps.
+  FI_DEVICE uint32_t find_peers(int32_t node, int32_t num_nodes) {
+    uint32_t peers = block_.ballot(node >= 0);
+    if (!peers) return 0;
+    FI_ROLL
+    for (int bit = 0; num_nodes - 1 >> bit; ++bit) {
+      const bool set = node >> bit & 1;
+      const uint32_t with = block_.ballot(set);
+      peers &= set ? with : ~with;
+    }
+    return peers;
+  }
+
+  FI_DEVICE void put_member(int32_t j, int32_t r, int32_t q_len, int32_t before, TileRange range,
+                            int32_t pair) {
+    const int32_t tile = n_.tile[j], tokens = l_.tokens[j], group = a_.config.group, rows = tokens * group;
+    const int32_t height = tile_height(node_kind(a_.config, tokens)), chunks = tiles_.at(kChunks, tile);
+    const int32_t own = tile_begin_[r], unit = tiles_.at(kUnit, own), first_token = a_.qo_indptr[r];
+    int32_t* const node_tokens = section<int32_t>(a_.layout.node_tokens) + n_.tokens_begin[j] + before;
+    FI_ROLL
+    for (int32_t i = 0; i < q_len; ++i) node_tokens[i] = first_token + i;
+    block_.add(reinterpret_cast<uint32_t*>(&section<MergeUnit>(a_.layout.units)[unit].num_items),
+               uint32_t(chunks * (range.last - range.first + 1)));
+    int32_t* const parts =
+        section<int32_t>(a_.layout.parts) + tiles_.at(kFirstPart, own) + n_.path_chunks[j] - chunks;
+    const int32_t first_row = tiles_.at(kFirstRow, tile) + before * group;
+    FI_ROLL
+    for (int32_t c = 0; c < chunks; ++c) parts[c] = first_row + c * rows;
+    // The lists of the tiles before and of this one each begin with their length.
+    int32_t at = n_.reports_begin[j] + pair + range.first + 1;
+    FI_ROLL
+    for (int32_t t = range.first; t <= range.last; ++t, at += 2) {
+      section<int32_t>(a_.layout.reports)[at] = unit;
+      if (before * group <= t * height) tiles_.at(kUnit, tile + t) = at - 1;
+    }
   }
 
   Block& block_;

@@ -129,14 +129,20 @@ class DevicePlanner {
     const uint32_t greatest = split_tiles(tiles, budget, use);
     NodeUse nodes{};
     if constexpr (kShares)
-      if (num_nodes_ > 0)
-        nodes = NodeEmitter<Block, Tiles>(block_, a_, *levels_, *nodes_, tile_begin, tiles, flat_tiles,
-                                          num_tiles_)
-                    .run(all_, num_nodes_);
+      if (num_nodes_ > 0) nodes = emit_nodes(tile_begin, tiles, flat_tiles);
     if (thread_ == kThreads - 1)
       write_header(budget.chunk[budget.choice][0], use, a_.qo_indptr[a_.num_requests] - a_.qo_indptr[0],
                    nodes);
     emit_items(tiles, int32_t(use[0]), sort_shift(greatest));
+  }
+
+  template <class Tiles>
+  FI_DEVICE NodeUse emit_nodes(const int32_t* tile_begin, Tiles tiles, int32_t flat_tiles) {
+    NodeEmitter<Block, Tiles> emitter(block_, a_, *levels_, *nodes_, tile_begin, tiles, flat_tiles,
+                                      num_tiles_);
+    const NodeUse use = emitter.run(all_, num_nodes_, sort_.lend_ranks());
+    sort_.clear_rank();
+    return use;
   }
 
   // Counts the nodes' tiles and query tokens.

@@ -24,6 +24,7 @@ class CudaBlock {
   __device__ __forceinline__ bool sync_or(bool v) { return __syncthreads_or(v); }
   __device__ __forceinline__ void sync_cluster() {
 #if __CUDA_ARCH__ >= 900
+    __syncwarp();  // what .aligned asks for
     ptx::barrier_cluster_arrive();
     ptx::barrier_cluster_wait();
 #else

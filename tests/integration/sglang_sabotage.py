@@ -43,8 +43,39 @@ def _shorten_items() -> None:
     SABOTAGE["shorten_items"]().__enter__()  # for as long as the process lives
 
 
+def _compare_forests() -> None:
+    """No sabotage: raise where the radix tree and the rows of the token table say different things."""
+    import torch
+
+    from fi_backend.adapters.sglang.layers import Layers
+    from fi_backend.core.prefix_forest import PrefixForest, shareable
+    from fi_backend.core.support import query_tiles
+
+    original = Layers._forest
+
+    def compared(self: Any, step: Any, spec: Any) -> Any:
+        found = original(self, step, spec)
+        if step.paths is None:
+            return found
+        tile = query_tiles(spec, "cpu")[1]
+        limits = shareable(
+            step.qo_indptr_host.diff(), step.kv_lens_host, spec.page_size, spec.group_size, tile
+        )
+        ends = torch.tensor([path[-1][1] if path else 0 for path in step.paths]).int()
+        oracle = PrefixForest.from_page_table(step.tables[False], torch.minimum(limits, ends))
+        got = ([], []) if found is None else (found.nodes.tolist(), found.members.tolist())
+        if got != (oracle.nodes.tolist(), oracle.members.tolist()):
+            raise RuntimeError(
+                f"paths give {got}; rows give {oracle.nodes.tolist()}, {oracle.members.tolist()}"
+            )
+        return found
+
+    Layers._forest = compared  # type: ignore[method-assign]
+
+
 BREAK: dict[str, Callable[[], None]] = {
     "ignore_last_page": _ignore_last_page,
     "drop_appends": _drop_appends,
     "shorten_items": _shorten_items,
+    "compare_forests": _compare_forests,
 }

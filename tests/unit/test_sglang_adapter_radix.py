@@ -47,8 +47,12 @@ class Tree:
         own = self.slots[self.used : self.used + len(tokens)]
         self.used += len(tokens)
         self.cache.insert(InsertParams(key=key, value=own))
-        found = self.cache.match_prefix(MatchPrefixParams(key=key))
-        return SimpleNamespace(rid=name, last_node=found.last_device_node, row=found.device_indices)
+        node = last = self.cache.match_prefix(MatchPrefixParams(key=key)).last_device_node
+        slots = []
+        while node.parent is not None:
+            slots.append(node.value)
+            node = node.parent
+        return SimpleNamespace(rid=name, last_node=last, row=torch.cat(slots[::-1]))
 
 
 def table_of(requests: list[Any], more: int) -> torch.Tensor:

@@ -53,8 +53,9 @@ class ForestFinder {
   FI_DEVICE ForestFinder(Block& block, const DeviceForestArgs& args, ForestMemory& memory)
       : block_(block), a_(args), m_(memory), thread_(block.thread()), lane_(thread_ % kWarp) {}
 
-  // Ends with a barrier, behind which leader and common are valid in every block of the cluster.
-  FI_DEVICE void run(const PlannerConfig& config, int32_t num_requests, const int32_t* qo_indptr,
+  // Whether some request has a leader. Ends with a barrier, behind which leader and common are valid in every
+  // block of the cluster.
+  FI_DEVICE bool run(const PlannerConfig& config, int32_t num_requests, const int32_t* qo_indptr,
                      const int32_t* kv_lens) {
     requests_ = num_requests < kForestRequests ? num_requests : kForestRequests;
     mask_ = kWarp - 1;
@@ -63,8 +64,9 @@ class ForestFinder {
     FI_ROLL
     for (int32_t r = thread_; r < requests_; r += kThreads) read_request(config, r, qo_indptr, kv_lens);
     // Without a group in round n no node has n nodes above it.
+    int round = 0;
     FI_ROLL
-    for (int round = 0; round < a_.max_depth && find_groups(); ++round) {
+    for (; round < a_.max_depth && find_groups(); ++round) {
       auto* found = reinterpret_cast<Comparison*>(a_.exchange) + round % 2 * kForestRequests;
       if (requests_ * kWarp <= kThreads * block_.ctas())
         compare_all<kWarp>(found);
@@ -75,6 +77,7 @@ class ForestFinder {
       for (int32_t r = thread_; r < requests_; r += kThreads) read_comparison(found, r);
     }
     block_.sync();
+    return round > 0;
   }
 
   FI_DEVICE int32_t num_requests() const { return requests_; }

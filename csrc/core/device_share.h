@@ -63,12 +63,14 @@ FI_DEVICE void plan_shared(Block& block, const DeviceShareArgs& args, DeviceShar
   using Scan = Collectives<Block, 4>;
   const DevicePlanArgs& plan = args.plan;
   ForestFinder<Block> finder(block, args.forest, m.pairs);
-  finder.run(plan.config, plan.num_requests, plan.qo_indptr, plan.kv_lens);
+  const bool shared = finder.run(plan.config, plan.num_requests, plan.qo_indptr, plan.kv_lens);
   if (block.cta() != 0) return;
   Scan scan(block, m.slots);
   const int32_t requests = finder.num_requests();
-  int32_t nodes = ForestNodeBuilder<Block, Scan>(block, scan, finder, m.pairs, m.sorting, m.nodes)
-                      .run(args.forest.max_depth);
+  int32_t nodes = 0;
+  if (shared)
+    nodes = ForestNodeBuilder<Block, Scan>(block, scan, finder, m.pairs, m.sorting, m.nodes)
+                .run(args.forest.max_depth);
   if (nodes > 0)
     nodes = LevelChooser<Block, Scan>(block, scan, m.nodes, nodes, requests, args.forest.page_size,
                                       m.choosing, m.levels)

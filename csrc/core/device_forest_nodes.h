@@ -22,7 +22,7 @@ struct ForestNodesMemory {
   int16_t branch[kForestRequests];  // by request: the node of its pair, or -1
 };
 
-// Memory may be shared with ForestMemory only where it says so: the pairs are read until the end.
+// Reads `pairs`, where ForestFinder left leaders and common pages, until run() returns.
 template <class Block, class Scan>
 class ForestNodeBuilder {
  public:

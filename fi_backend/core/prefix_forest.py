@@ -86,8 +86,8 @@ class PrefixForest:
         """Compare the leading pages of all rows of a page table on the host.
 
         shareable: host int32 [requests], KV tokens that may be shared (see shareable()), cut to whole pages.
-        max_depth: nodes from a root on that are looked for. Page ids, or the first slots of pages, are compared exactly. Raises ValueError
-        when a row holds fewer pages.
+        max_depth: nodes from a root on that are looked for. Page ids, or the first slots of pages, are
+        compared exactly. Raises ValueError when a row holds fewer pages.
         """
         _expect_shareable(shareable, table.num_requests)
         if table.indices is None:

@@ -10,7 +10,7 @@ import torch
 from examples import share
 from hypothesis import event, given
 from hypothesis import strategies as st
-from native_planner import plan_shared_as_device
+from native_planner import plan_as_device, plan_shared_as_device
 from shared_cases import SharedCase, shared_cases
 from shared_tables import assert_same_bytes, host_plan, page_table, random_case, tree
 
@@ -81,6 +81,13 @@ def test_without_anything_shared_the_plan_is_the_flat_one() -> None:
     case = SharedCase(paths=((),) * 9, run_pages={}, q_lens=(1,) * 9, own=tuple(range(100, 1000, 100)))
     planner = case.planner()
     device = plan_shared_as_device(planner, case.plan_case.qo_indptr(), page_table(case), "128_2", 3)
+    assert device.tobytes() == case.plan_case.plan(planner).tobytes()
+
+
+def test_a_planner_with_room_for_sharing_plans_flat_steps() -> None:
+    case = tree(3, 200, root_pages=20, group_pages=20)
+    planner, qo_indptr = case.planner(), case.plan_case.qo_indptr()
+    device = plan_as_device(planner, qo_indptr, torch.tensor(case.kv_lens, dtype=torch.int32), 512)
     assert device.tobytes() == case.plan_case.plan(planner).tobytes()
 
 

@@ -95,9 +95,9 @@ def outputs(config: Any, layer: Any, common: Any) -> torch.Tensor:
 
 def test_capacity_for_speculation_and_short_questions(config: Any) -> None:
     config.scheduler_config.max_num_batched_tokens = 8192
-    assert sharing_limits(config, step_limits(config)) == SharingLimits(8, 3, 16 + 256)
+    assert sharing_limits(config, step_limits(config)) == SharingLimits(16, 3, 16 + 256)
     config.speculative_config = SimpleNamespace(num_speculative_tokens=3)
-    assert sharing_limits(config, step_limits(config)) == SharingLimits(8, 3, 64 + 256)
+    assert sharing_limits(config, step_limits(config)) == SharingLimits(16, 3, 64 + 256)
 
 
 @pytest.mark.parametrize("q_len", [1, 4])

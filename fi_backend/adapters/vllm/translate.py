@@ -131,7 +131,7 @@ def sharing_limits(vllm_config: Any, limits: Limits) -> SharingLimits | None:
     speculation = vllm_config.speculative_config
     drafts = 0 if speculation is None else speculation.num_speculative_tokens or 0
     return SharingLimits(
-        max_nodes=max(1, limits.max_requests // 2),
+        max_nodes=limits.max_requests,
         max_levels=3,
         max_tokens=min(limits.max_tokens, limits.max_requests * (1 + drafts) + _SHORT_PREFILLS),
     )

@@ -15,7 +15,6 @@ import random
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from fi_backend import env
 from fi_backend.core.counters import read_stats, total
 from load import Request, latencies, send
 from models import dummy_llama
+from recording import circumstances
 from serving import VllmServer
 
 # Without torch.compile a server is ready in seconds; FULL needs no compiled graph pieces.
@@ -40,10 +40,7 @@ def main() -> None:
             rows[backend] = _serve(chosen, backend, model, layers, Path(folder))
             print(f"{backend:<12} {json.dumps(rows[backend])}", flush=True)
     record = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "gpu": _device(),
-        "versions": _versions(),
-        "command": " ".join(["python", "scripts/serve_trace.py", *sys.argv[1:]]),
+        **circumstances(),
         "trace": chosen.trace.name,
         "seconds": chosen.seconds,
         "speed": chosen.speed,
@@ -127,19 +124,6 @@ def _requests(chosen: argparse.Namespace, vocabulary: int) -> list[Request]:
         prompt = rng.choices(range(vocabulary - 300), k=length)
         requests.append(Request(prompt, answer, arrival.at))
     return requests
-
-
-def _device() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
-def _versions() -> dict[str, str]:
-    import torch
-    import vllm
-
-    return {"python": sys.version.split()[0], "torch": torch.__version__, "vllm": vllm.__version__}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a record of a measurement says of where and how it was made."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+
+def circumstances() -> dict[str, Any]:
+    """Return date, GPU, versions and command line of this process."""
+    import torch
+    import vllm
+
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "vllm": vllm.__version__},
+        "command": " ".join(["python", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+    }

@@ -132,11 +132,14 @@ def make(folder: Path, *, head_dim: int = 64, heads: int = 4, kv_heads: int = 2)
     checkpoint.save(folder, config, weights(head_dim=head_dim, heads=heads, kv_heads=kv_heads))
 
 
-def text_without_repeats(length: int, seed: int, *, alphabet: bytes = ALPHABET) -> bytes:
-    """Return random text in which no three bytes occur twice, so that its continuation is unambiguous."""
+def text_without_repeats(length: int, seed: int, *, alphabet: bytes = ALPHABET, after: bytes = b"") -> bytes:
+    """Return random text in which no three bytes occur twice, so that its continuation is unambiguous.
+
+    after: such a text with which it begins.
+    """
     rng = random.Random(seed)
-    text = bytearray(rng.choices(alphabet, k=2))
-    seen = set()
+    text = bytearray(after or rng.choices(alphabet, k=2))
+    seen = {bytes(text[i : i + 3]) for i in range(len(text) - 2)}
     while len(text) < length:
         byte = rng.choice(alphabet)
         trigram = bytes((*text[-2:], byte))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Engine
+from engines import Engine, stream
 
 from fi_backend import env
 from models import copy_llama, random_models
@@ -29,6 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--vllm-runs",
         default="",
         help="of the configurations on a GPU, only those whose name contains one of these texts, parted by ;",
+    )
+    parser.addoption(
+        "--vllm-limit", type=float, help="seconds after which no further configuration is begun on a GPU"
     )
     parser.addoption("--sglang-runs", default="", help="the same for SGLang")
     parser.addoption(
@@ -77,7 +79,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
     in_process: the engine core lives in the process that asks, so that all runs share one import of vLLM;
     environment: added to ours; command: of the interpreter; preload: modules to install first;
-    keep_going: a run that fails becomes {"error": its traceback}, and the later ones follow.
+    keep_going: a run that fails becomes {"error": its traceback}, and the later ones follow;
+    seconds: after which no further run is begun. A line for each run is printed when it is over (pytest -s).
     """
     pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -88,29 +91,32 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         command: Sequence[str] = (sys.executable,),
         preload: Sequence[str] = (),
         keep_going: bool = False,
+        seconds: float | None = None,
         timeout: float = 600,
     ) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("engine")
         job, result, log = folder / "job.json", folder / "result.json", folder / "log.txt"
-        job.write_text(json.dumps({"preload": preload, "keep_going": keep_going, "runs": runs}))
+        job.write_text(
+            json.dumps({"preload": preload, "keep_going": keep_going, "seconds": seconds, "runs": runs})
+        )
         settings = {
             "HF_HUB_OFFLINE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
             "OMP_NUM_THREADS": "2",  # vLLM would serve with one thread
             "OMP_WAIT_POLICY": "passive",  # else each idle thread spins on a core that the other one needs
         }
-        with log.open("wb") as output:
-            status = subprocess.run(
-                [*command, str(ENGINE_RUN), str(job), str(result)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=env.child_environment(**{**settings, **(environment or {})}),
-                timeout=timeout,
-                check=False,
-            ).returncode
+        status = stream(
+            [*command, str(ENGINE_RUN), str(job), str(result)],
+            env.child_environment(**{**settings, **(environment or {})}),
+            log,
+            timeout,
+        )
         text = log.read_text(errors="replace")
-        assert status == 0, f"engine_run.py ended with status {status}:\n{text[-6000:]}"
-        results = json.loads(result.read_text())
+        results = json.loads(result.read_text()) if result.exists() else []
+        why = f"engine_run.py ended with status {status}:\n{text[-6000:]}"
+        assert status == 0 or (keep_going and results), why
+        # Where the process was ended, so were the runs that it had not finished.
+        results += [{"error": why}] * (len(runs) - len(results))
         for each in results:
             each["log"] = text
         return results

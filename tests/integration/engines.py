@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +17,34 @@ import torch
 from models import copy_llama, random_models
 
 Engine = Callable[..., list[dict[str, Any]]]
+
+
+def stream(command: Sequence[str], environment: Mapping[str, str], log: Path, timeout: float) -> int:
+    """Run a command with its output in `log`, and print what engine_run.py says while it runs.
+
+    Returns the exit status; that of SIGKILL, which all of its processes get, after `timeout` seconds.
+    """
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+        ) as child,
+    ):
+        assert child.stdout is not None
+        end = threading.Timer(timeout, os.killpg, (child.pid, signal.SIGKILL))
+        end.start()
+        try:
+            for line in child.stdout:
+                file.write(line)
+                if line.startswith(b"engine_run:"):
+                    print(line.decode(errors="replace"), end="", flush=True)
+        finally:
+            end.cancel()
+    return child.returncode
 
 
 def copy_questions(
@@ -26,10 +59,39 @@ def copy_questions(
     return [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
 
 
+def tree_questions(
+    branches: Sequence[tuple[int, int]], requests: int, own: int, answer_length: int, *, seed: int = 0
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return prompts for copy-llama that share their beginnings, and their known answers.
+
+    branches: for each level of the tree (children of each node, tokens of each); the requests lie below the
+    leaves in turn and have `own` tokens of theirs. What is asked for lies anywhere in a request's text.
+    """
+    texts = [b""]
+    for level, (children, tokens) in enumerate(branches):
+        # The children of a node follow each other with a stride, so that neighbours part at the last level.
+        texts = [
+            copy_llama.text_without_repeats(
+                len(text) + tokens, seed + 1000 * level + child * len(texts) + i, after=text
+            )
+            for child in range(children)
+            for i, text in enumerate(texts)
+        ]
+    pairs = []
+    for request in range(requests):
+        text = texts[request % len(texts)]
+        text = copy_llama.text_without_repeats(len(text) + own, seed + 10**6 + request, after=text)
+        at = (len(text) - answer_length - 6) * (request + 1) // (requests + 1)
+        pairs.append(copy_llama.question(text, at, answer_length))
+    return [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
+
+
 def result_of(found: Mapping[str, dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return the result of a run, or skip when it was not chosen, or fail with what stopped it."""
+    """Return the result of a run, or skip when it was not made, or fail with what stopped it."""
     if name not in found:
         pytest.skip("not chosen by --vllm-runs")
+    if "skipped" in found[name]:
+        pytest.skip(found[name]["skipped"])
     if "error" in found[name]:
         pytest.fail(found[name]["error"], pytrace=False)
     return found[name]

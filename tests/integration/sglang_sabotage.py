@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from engine_run import SABOTAGE
+from engine_patches import SABOTAGE
 
 
 def register() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Engine, copy_questions, result_of
+from engines import Engine, copy_questions, result_of, tree_questions
 
 from models import copy_llama
 
@@ -39,9 +39,35 @@ PIECEWISE = {
     "cudagraph_capture_sizes": SIZES,
 }
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+TREE = ((1, 2000), (8, 500))
+# Tokens of a pool that holds the prompts of a tree, but not what is generated.
+TREE_POOL = 2000 + 8 * 500 + CONCURRENT * 48 + 512
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 3}
 
-# sabotage: a name of engine_run.SABOTAGE; environment: variables; the rest: arguments of vllm.LLM.
+# Requests behind a text of all and a text of their group; a token budget at which these decode together.
+OFF = {"FI_BACKEND_SHARE_PREFIXES": "0"}
+SHARING: dict[str, dict[str, Any]] = {
+    "shared, eager, 16": {"block_size": 16, "enforce_eager": True, "environment": {"FI_BACKEND_DEBUG": "1"}},
+    "shared, FULL, 16": {"block_size": 16, "compilation_config": FULL, "sabotage": "no_sync"},
+    "shared, FULL, 64": {"block_size": 64, "compilation_config": FULL, "sabotage": "check_faults"},
+    "shared, FULL_AND_PIECEWISE, 16": {"block_size": 16, "compilation_config": PIECEWISE},
+    "shared, V1 runner, eager, 16": {"block_size": 16, "enforce_eager": True, "environment": V1},
+    "shared, V1 runner, FULL, 16": {
+        "block_size": 16,
+        "compilation_config": FULL,
+        "environment": V1,
+        "sabotage": "no_sync",
+    },
+    "shared, preemption, FULL, 16": {
+        "block_size": 16,
+        "compilation_config": FULL,
+        "kv_cache_memory_bytes": TREE_POOL * 2 * 2 * 128 * 2 * LAYERS,
+    },
+    "flat, FULL, 16": {"block_size": 16, "compilation_config": FULL, "environment": OFF},
+    "flat, V1 runner, eager, 16": {"block_size": 16, "enforce_eager": True, "environment": {**V1, **OFF}},
+}
+
+# sabotage: a name of engine_patches.SABOTAGE; environment: variables; the rest: arguments of vllm.LLM.
 RUNS: dict[str, dict[str, Any]] = {
     "eager, 16": {"block_size": 16, "enforce_eager": True, "environment": {"FI_BACKEND_DEBUG": "1"}},
     "eager, 64": {"block_size": 64, "enforce_eager": True, "sabotage": "no_sync"},
@@ -86,6 +112,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "no appends while decoding": {"block_size": 16, "enforce_eager": True, "sabotage": "drop_appends"},
     "FLASH_ATTN": {"block_size": 16, "compilation_config": FULL, "attention_backend": "FLASH_ATTN"},
+    **SHARING,
     # Last: it loads numba, after which vLLM starts no second engine in a process.
     "speculation, FULL, 16": {
         "block_size": 16,
@@ -95,6 +122,8 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 BROKEN = ("lengths one page short", "no appends while decoding")
 OURS = [name for name in RUNS if name not in (*BROKEN, "FLASH_ATTN")]
+# The questions of those that run the first three batches.
+SINGLE = [name for name in OURS if name not in SHARING]
 MIXED, AGAIN, SHARED = range(3)
 
 
@@ -105,15 +134,23 @@ def _shared() -> tuple[list[list[int]], list[list[int]]]:
     return [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
 
 
+def _batches(name: str) -> list[tuple[list[list[int]], list[list[int]]]]:
+    """Prompts and answers of each batch of a run."""
+    if name in SHARING:
+        tree = tree_questions(TREE, CONCURRENT, 40, ANSWER)
+        return [tree, tree]  # computed, then found in the cache
+    prompts, answers = copy_questions(CONTEXTS, ANSWER)
+    return [(prompts, answers), (prompts[-8:], answers[-8:]), _shared()]
+
+
 @pytest.fixture(scope="module")
 def results(
-    engine: Engine, copy_model: Callable[..., Path], chosen_runs: Callable[..., list[str]]
+    engine: Engine, copy_model: Callable[..., Path], chosen_runs: Callable[..., list[str]], pytestconfig: Any
 ) -> Callable[[str], dict[str, Any]]:
     """Return the function (name of a run) -> its result; all chosen runs are over by then."""
     names = chosen_runs(RUNS)
-    prompts, _ = copy_questions(CONTEXTS, ANSWER)
     runs = []
-    for changes in map(RUNS.__getitem__, names):
+    for name in names:
         llm = {
             "attention_backend": "FI",
             "dtype": "bfloat16",
@@ -122,26 +159,28 @@ def results(
             "max_num_batched_tokens": 1024,
             "kv_cache_memory_bytes": 2**29,
             "enforce_eager": False,
-            **changes,
+            **RUNS[name],
         }
         run = {key: llm.pop(key) for key in ("sabotage", "environment") if key in llm}
         llm["model"] = str(copy_model(llm.pop("head_dim", 128)))
-        batches = [prompts, prompts[-8:], _shared()[0]]
-        runs.append({**run, "llm": llm, "batches": [{"prompts": p, "max_tokens": ANSWER} for p in batches]})
-    found = dict(zip(names, engine(*runs, keep_going=True, timeout=1200), strict=True))
+        batches = [{"prompts": prompts, "max_tokens": ANSWER} for prompts, _ in _batches(name)]
+        runs.append({**run, "name": name, "llm": llm, "batches": batches})
+    limit = pytestconfig.getoption("--vllm-limit")
+    made = engine(*runs, keep_going=True, seconds=limit, timeout=1200) if runs else []
+    found = dict(zip(names, made, strict=True))
     print(_table(found))
     return partial(result_of, found)
 
 
 def _table(found: dict[str, dict[str, Any]]) -> str:
     """Return one line a run, for whoever reads the output of a machine that is gone by then."""
-    columns = ("steps", "attention_calls", "replayed_calls", "captured_calls", "layers")
+    columns = ("steps", "attention_calls", "replayed_calls", "captured_calls", "shared_plans")
     lines = [f"\n{'run':<36}{'right':>6}{'start s':>8}{'run s':>7}" + "".join(f"{c:>17}" for c in columns)]
     for name, result in found.items():
-        if "error" in result:
-            lines.append(f"{name:<36}{result['error'].splitlines()[-1][:150]}")
+        if stopped := result.get("error") or result.get("skipped"):
+            lines.append(f"{name:<36}{stopped.splitlines()[-1][:150]}")
             continue
-        right = sum(text == answer for text, answer in zip(*_texts(result), strict=True))
+        right = sum(text == answer for text, answer in zip(*_texts(name, result), strict=True))
         seconds = result["seconds"]
         lines.append(
             f"{name:<36}{right:>6}{seconds['start']:>8.1f}{seconds['generate']:>7.1f}"
@@ -150,16 +189,15 @@ def _table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _texts(result: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
+def _texts(name: str, result: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
     """Return all answers that were given and all that are right."""
-    _, answers = copy_questions(CONTEXTS, ANSWER)
     given = [tokens for batch in result["batches"] for tokens in batch["tokens"]]
-    return given, [*answers, *answers[-8:], *_shared()[1]]
+    return given, [answer for _, answers in _batches(name) for answer in answers]
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_every_answer_is_right(results: Any, name: str) -> None:
-    given, right = _texts(results(name))
+    given, right = _texts(name, results(name))
     wrong = [index for index, (text, answer) in enumerate(zip(given, right, strict=True)) if text != answer]
     assert not wrong
 
@@ -179,19 +217,35 @@ def test_graphs_served_where_they_were_asked_for(results: Any, name: str) -> Non
         assert (stats["captured_calls"], stats["replayed_calls"]) == (0, 0)
     else:
         assert stats["captured_calls"] > 0
-        # The second and the third batch, cached but for a few tokens, decode in so many steps, if one by one.
+        # Two batches, cached but for a few tokens, decode in so many steps, if one by one.
         least = 1 if "speculation" in name else LAYERS * 2 * (ANSWER - 2)
         assert stats["replayed_calls"] >= least
 
 
-@pytest.mark.parametrize("name", [name for name in OURS if "preemption" not in name])
+@pytest.mark.parametrize("name", [name for name in SINGLE if "preemption" not in name])
 def test_prefixes_were_found_in_the_cache(results: Any, name: str) -> None:
     cached = results(name)["batches"][AGAIN]["cached"]
     assert all(tokens > 0.8 * context - 64 for tokens, context in zip(cached, CONTEXTS[-8:], strict=True))
 
 
-def test_requests_were_preempted(results: Any) -> None:
-    assert results("preemption, FULL, 16")["metrics"]["num_preemptions"] > 0
+@pytest.mark.parametrize("name", [name for name in OURS if "preemption" in name])
+def test_requests_were_preempted(results: Any, name: str) -> None:
+    assert results(name)["metrics"]["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_prefixes_were_read_once(results: Any, name: str) -> None:
+    stats = results(name)["stats"]
+    if "flat" in name:
+        assert stats["shared_plans"] == stats["kv_tokens_saved"] == 0
+        return
+    # What a GPU has counted is known up to 32 plans later; each batch decodes in some 24 steps.
+    assert stats["shared_plans"] >= ANSWER / 2
+    assert stats["prefix_nodes"] > 2 * stats["shared_plans"]
+    assert stats["kv_bytes_saved"] == stats["kv_tokens_saved"] * 2 * 2 * 128 * 2 * LAYERS
+    if "preemption" not in name:
+        # A step in which all decode saves (64 - 1) * 2000 tokens and, in each group, (8 - 1) * 500.
+        assert stats["kv_tokens_saved"] > 60_000 * stats["shared_plans"]
 
 
 def test_speculation_was_accepted(results: Any) -> None:
@@ -207,6 +261,6 @@ def test_a_broken_back_end_changes_the_answers(results: Any, name: str) -> None:
 
 
 def test_another_back_end_is_not_counted(results: Any) -> None:
-    given, right = _texts(results("FLASH_ATTN"))
+    given, right = _texts("FLASH_ATTN", results("FLASH_ATTN"))
     assert given == right
     assert results("FLASH_ATTN")["stats"]["layers"] == 0

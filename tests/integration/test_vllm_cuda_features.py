@@ -34,9 +34,15 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def results(
-    engine: Engine, random_model: Callable[..., Path], chosen_runs: Callable[..., list[str]]
+    engine: Engine,
+    random_model: Callable[..., Path],
+    chosen_runs: Callable[..., list[str]],
+    pytestconfig: Any,
 ) -> Callable[[str], dict[str, Any]]:
-    """Return the function ("<kind>: <way>") -> result; all chosen runs are over by then."""
+    """Return the function ("<kind>: <way>") -> result; all chosen runs are over by then.
+
+    A way is compared with two others, so that `--vllm-runs "llama:;sinks:"` chooses by kind.
+    """
     batch = {"prompts": feature_prompts(), "max_tokens": 8, "prompt_logprobs": True}
     runs = {}
     for kind in (*HEAD_DIMS, *NARROW):
@@ -55,9 +61,12 @@ def results(
                 "kv_cache_dtype": kind if kind in NARROW else "auto",
                 **changes,
             }
-            runs[f"{kind}: {way}"] = {"llm": llm, "sinks": kind == "sinks", "batches": [batch]}
+            name = f"{kind}: {way}"
+            runs[name] = {"name": name, "llm": llm, "sinks": kind == "sinks", "batches": [batch]}
     names = chosen_runs(runs)
-    found = dict(zip(names, engine(*(runs[name] for name in names), keep_going=True), strict=True))
+    limit = pytestconfig.getoption("--vllm-limit")
+    made = engine(*(runs[name] for name in names), keep_going=True, seconds=limit) if names else []
+    found = dict(zip(names, made, strict=True))
     return partial(result_of, found)
 
 

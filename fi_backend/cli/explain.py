@@ -48,6 +48,10 @@ def explain(
     out: Annotated[
         Path | None, typer.Option(help="Picture to write: .svg, .png or .pdf (needs the extra plot).")
     ] = None,
+    prefix: Annotated[
+        bool,
+        typer.Option("--prefix", help="Print only the prefix tree, which of it is read once, and savings."),
+    ] = False,
     text: Annotated[bool, typer.Option("--text", help="Print as text (the default without --out).")] = False,
 ) -> None:
     """Draw how a step is cut into work items, which prefixes it shares, and how it loads the CTAs."""
@@ -80,7 +84,11 @@ def explain(
         with user_input():
             save_picture(explanation, out)
         console().print(f"wrote {out}", soft_wrap=True)
-    if text or out is None:
+    if prefix:
+        from fi_backend.cli.explain_text import print_prefixes
+
+        print_prefixes(console(), explanation)
+    elif text or out is None:
         from fi_backend.cli.explain_text import print_explanation
 
         print_explanation(console(), explanation)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fi_backend.cli.prefix_tree import PrefixNode, build_prefix_tree, computed_full_pages, request_order
+from fi_backend.cli.prefix_tree import PrefixTree, prefix_tree
 from fi_backend.core.plan import Plan
 from fi_backend.core.planner import CostModel, Limits, Planner
 from fi_backend.core.spec import AttentionSpec
@@ -95,12 +95,15 @@ class CtaLoads:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything about one step that the drawings need. roots is None without a block table."""
+    """Everything about one step that the drawings need.
+
+    plan, matrix, loads: where every request reads its own KV. tree: None without a block table.
+    """
 
     step: Step
     plan: Plan
     matrix: BlockMatrix
-    roots: list[PrefixNode] | None
+    tree: PrefixTree | None
     order: list[int]
     loads: CtaLoads
 
@@ -123,13 +126,10 @@ def explain_step(step: Step, *, num_ctas: int, costs: CostModel, planned_queues:
     planner.plan(torch.from_numpy(step.qo_indptr), torch.from_numpy(step.kv_lens), buffer)
     plan = Plan(buffer.numpy(), planner.layout)
 
-    rows, roots = _page_rows(step), None
-    if step.block_table is not None:
-        roots = build_prefix_tree(
-            computed_full_pages(rows, step.kv_lens.tolist(), step.q_lens.tolist(), step.page_size)
-        )
-    order = request_order(roots or [], requests)
-    return Explanation(step, plan, _matrix(step, plan, rows, order), roots, order, _loads(plan))
+    tree = None if step.block_table is None else prefix_tree(step, spec, planner, plan)
+    order = list(range(requests)) if tree is None else tree.order()
+    matrix = _matrix(step, plan, _page_rows(step), order)
+    return Explanation(step, plan, matrix, tree, order, _loads(plan))
 
 
 def _page_rows(step: Step) -> list[list[int]]:

@@ -38,7 +38,7 @@ def save_picture(explanation: Explanation, path: Path) -> None:
             f"--out: expected matplotlib; got {error}. Run pip install 'fi-backend[plot]', or use --text"
         ) from error
 
-    tree = explanation.roots is not None
+    tree = explanation.tree is not None
     rows = len(explanation.matrix.tiles)
     upper = float(np.clip(1.6 + 0.22 * min(rows, _LABELLED_ROWS), 2.6, 5.5))
     # Text stays text in an SVG: it can be searched and takes the viewer's font.
@@ -51,8 +51,8 @@ def save_picture(explanation: Explanation, path: Path) -> None:
         axes = figure.subplot_mosaic(mosaic, height_ratios=[upper, 3.6])
         _draw_matrix(axes["matrix"], explanation)
         _draw_loads(axes["loads"], explanation)
-        if tree:
-            draw_tree(axes["tree"], explanation)
+        if explanation.tree is not None:
+            draw_tree(axes["tree"], explanation, explanation.tree)
         figure.suptitle(headline(explanation), x=0.01, ha="left", fontsize=12, fontweight="bold")
         figure.savefig(path, dpi=130)
 
@@ -104,7 +104,7 @@ def _draw_matrix(axis: Any, explanation: Explanation) -> None:
         axis.tick_params(axis="y", length=0)
         axis.set_ylabel("tile (height): work items")
     else:
-        axis.set_ylabel("query tiles" + (", in the tree's order" if explanation.roots is not None else ""))
+        axis.set_ylabel("query tiles" + (", in the tree's order" if explanation.tree is not None else ""))
     if columns <= 32:
         axis.set_xticks([i + 0.5 for i in range(columns)], [str(page) for page in matrix.pages])
         axis.tick_params(axis="x", length=0)

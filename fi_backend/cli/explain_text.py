@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from rich.console import Console
 from rich.text import Text
-from rich.tree import Tree
 
 from fi_backend.cli.explain_model import EMPTY, FULL, PARTIAL, SHARED, Explanation
 from fi_backend.cli.explain_plot import counted, headline
-from fi_backend.cli.prefix_tree import PrefixNode, tokens_saved
+from fi_backend.cli.explain_tree_text import print_tree
 
 # Shape tells the kinds apart; colour only repeats it.
 _KINDS = {EMPTY: ("·", "dim"), PARTIAL: ("░", "cyan"), FULL: ("█", "blue"), SHARED: ("▓", "dark_orange3")}
@@ -20,7 +17,6 @@ _LABEL_WIDTH = 26
 _MAX_ROWS = 40
 _BAR_ROWS = 8
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-_MAX_CHILDREN = 12
 
 
 def print_explanation(console: Console, explanation: Explanation) -> None:
@@ -36,9 +32,15 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
     console.print()
     _print_matrix(console, explanation)
     console.print()
-    _print_tree(console, explanation)
+    print_tree(console, explanation)
     console.print()
     _print_loads(console, explanation)
+
+
+def print_prefixes(console: Console, explanation: Explanation) -> None:
+    """Print the step and its prefix tree."""
+    console.print(Text(headline(explanation), style="bold"), soft_wrap=True)
+    print_tree(console, explanation)
 
 
 def _print_matrix(console: Console, explanation: Explanation) -> None:
@@ -71,57 +73,6 @@ def _row_label(explanation: Explanation, first: int, last: int) -> str:
     begin, end = tile.q_begin // group, (tile.q_begin + tile.q_rows - 1) // group
     tokens = f"q {begin}" if begin == end else f"q {begin}-{end}"
     return f"r{tile.request} {tokens} ({tile.height}): {len(tile.chunks)}"
-
-
-def _print_tree(console: Console, explanation: Explanation) -> None:
-    if explanation.roots is None:
-        console.print("[bold]Prefix tree[/bold]: needs page ids; give --block-table or a --step that has one")
-        return
-    step = explanation.step
-    total = int(step.kv_lens.sum())
-    saved = tokens_saved(explanation.roots, step.page_size)
-    tree = Tree(
-        f"[bold]Prefix tree[/bold]: {saved} of {total} KV tokens are shared copies "
-        f"({saved / max(total, 1):.0%})"
-    )
-    _add_nodes(tree, explanation.roots, step.page_size)
-    console.print(tree)
-
-
-def _add_nodes(tree: Tree, nodes: Sequence[PrefixNode], page_size: int) -> None:
-    pending = [(tree, nodes)]
-    while pending:
-        branch, children = pending.pop()
-        shared = [node for node in children if len(node.requests) > 1]
-        own = [node for node in children if len(node.requests) == 1]
-        for node in shared[:_MAX_CHILDREN]:
-            tokens = len(node.pages) * page_size
-            who = f"[dim](requests {_ranges(node.requests)})[/dim]"
-            pending.append(
-                (branch.add(f"{len(node.requests)} requests × {tokens} tokens {who}"), node.children)
-            )
-        if len(shared) > _MAX_CHILDREN:
-            branch.add(f"[dim]… {len(shared) - _MAX_CHILDREN} more shared runs[/dim]")
-        if len(own) <= _MAX_CHILDREN:
-            for node in own:
-                branch.add(f"{len(node.pages) * page_size} tokens [dim](request {node.requests[0]})[/dim]")
-        else:
-            tokens_each = [len(node.pages) * page_size for node in own]
-            branch.add(
-                f"{len(own)} requests with {min(tokens_each)} to {max(tokens_each)} tokens of their own"
-            )
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """1, 2, 3, 7 as "1-3, 7", cut after six ranges."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:6]]
-    return ", ".join(texts) + (", …" if len(ranges) > 6 else "")
 
 
 def _print_loads(console: Console, explanation: Explanation) -> None:

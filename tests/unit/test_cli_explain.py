@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -82,12 +83,11 @@ def test_reduced_image_keeps_the_strongest_kind() -> None:
 
 def test_tree_by_hand() -> None:
     explanation = explain(hand_step())
-    assert explanation.roots is not None
-    [root] = explanation.roots
+    assert explanation.tree is not None
     # Computed and full: pages 7 and 3 of request 0 (9 tokens), page 7 of request 1 (4 tokens).
-    assert (root.pages, root.requests, root.first_page) == ([7], [0, 1], 0)
-    [child] = root.children
-    assert (child.pages, child.requests, child.first_page) == ([3], [0], 1)
+    [root] = explanation.tree.roots
+    assert (root.begin, root.end, root.requests, root.children) == (0, 4, [0, 1], [])
+    assert explanation.tree.own == [(4, 8), (4, 4)]
     assert explanation.order == [1, 0]
 
 
@@ -163,6 +163,49 @@ def test_text_shows_the_numbers(tmp_path: Path) -> None:
     assert "2 requests × 4 tokens (requests 0-1)" in out
     assert "max/mean 1.04, 2 CTAs" in out
     assert "mean 192, min 184, max 200" in out
+
+
+def prefix_step() -> Step:
+    """32 decoding requests behind one text of 200 pages, in four groups of 50 more."""
+    group = [list(range(1000 * g, 1000 * g + 50)) for g in range(1, 5)]
+    rows = [[*range(200), *group[r % 4], 6000 + 2 * r, 6001 + 2 * r] for r in range(32)]
+    return Step(
+        qo_indptr=np.arange(33),
+        kv_lens=np.full(32, 250 * 16 + 20),
+        page_size=16,
+        num_qo_heads=32,
+        num_kv_heads=8,
+        block_table=rows,
+    )
+
+
+def test_prefixes_as_text(tmp_path: Path) -> None:
+    save_step(tmp_path / "step.json", prefix_step())
+    out = RUN.invoke(app, ["explain", "--step", str(tmp_path / "step.json"), "--prefix"]).stdout
+    assert "Block-sparse" not in out
+    assert "CTA loads" not in out
+    # 31 copies of 3200 tokens, and 7 of 800 in each group.
+    assert "121600 of 128640 KV tokens are shared copies (95%)" in out
+    assert re.search(r"● 32 requests × 3200 tokens \(requests 0-31\) by 1 tile$", out, re.MULTILINE)
+    assert re.search(
+        r"● 8 requests × 800 tokens \(requests 0, 4, 8, 12, 16, 20, …\) by 1 tile$", out, re.MULTILINE
+    )
+    assert "16 tokens (request 3)" in out
+    assert "read for each KV head: 128640 KV tokens flat, 7040 with 5 levels (95% less)" in out
+    # 2 * 128 elements of two bytes and 8 KV heads are 4096 bytes a token.
+    assert "527 MB flat, 28.8 MB with levels; 498 MB saved" in out
+
+
+def test_prefixes_that_do_not_pay_or_may_not(tmp_path: Path) -> None:
+    save_step(tmp_path / "step.json", hand_step())
+    out = RUN.invoke(app, ["explain", "--step", str(tmp_path / "step.json"), "--prefix"]).stdout
+    assert "○ 2 requests × 4 tokens (requests 0-1)" in out
+    assert "16 KV tokens flat, 16 with 0 levels (0% less)" in out
+    save_step(tmp_path / "step.json", replace(prefix_step(), window_left=100))
+    out = RUN.invoke(app, ["explain", "--step", str(tmp_path / "step.json"), "--prefix"]).stdout
+    assert "nothing is read once: window_left: " in out
+    assert "○ 32 requests × 3200 tokens" in out
+    assert "needs page ids" in RUN.invoke(app, ["explain", "--kv-lens", "9,9", "--prefix"]).stdout
 
 
 def test_lengths_and_block_table_from_the_command_line(tmp_path: Path) -> None:

@@ -1,75 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix tree of `explain` against the definition of a common prefix."""
+"""The prefix tree of `explain`: runs of the forest, levels of the plan, sharers side by side."""
 
 from __future__ import annotations
 
-from hypothesis import given
+import numpy as np
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fi_backend.cli.prefix_tree import (
-    PrefixNode,
-    build_prefix_tree,
-    computed_full_pages,
-    request_order,
-    tokens_saved,
-)
+from fi_backend.cli.explain_model import explain_step
+from fi_backend.cli.prefix_tree import PrefixTree
+from fi_backend.core.planner import CostModel
+from fi_backend.core.step import Step
 
-ROWS = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=8)
+ROWS = st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=8)
+PAGE = 16
 
 
-def nodes(rows: list[list[int]]) -> list[PrefixNode]:
-    return [node for root in build_prefix_tree(rows) for node in root.walk()]
+def step_of(rows: list[list[int]], scale: int = 1) -> Step:
+    """Decoding requests; each page of `rows` stands for `scale` pages."""
+    pages = [[page * scale + i for page in row for i in range(scale)] for row in rows]
+    return Step(
+        qo_indptr=np.arange(len(rows) + 1),
+        kv_lens=np.array([len(row) * PAGE + 1 for row in pages]),
+        page_size=PAGE,
+        num_qo_heads=4,
+        num_kv_heads=1,
+        block_table=[[*row, 9999 + i] for i, row in enumerate(pages)],
+    )
+
+
+def tree_of(step: Step, device: str = "cpu") -> PrefixTree:
+    found = explain_step(step, num_ctas=2, costs=CostModel.for_device(torch.device(device))).tree
+    assert found is not None
+    return found
 
 
 @given(ROWS)
-def test_a_request_s_nodes_spell_its_row(rows: list[list[int]]) -> None:
+def test_a_run_is_shared_by_exactly_the_requests_with_that_prefix(rows: list[list[int]]) -> None:
+    for run in tree_of(step_of(rows)).walk():
+        prefix = rows[run.requests[0]][: run.end // PAGE]
+        assert run.requests == [r for r, row in enumerate(rows) if row[: run.end // PAGE] == prefix]
+
+
+@given(ROWS)
+def test_runs_and_own_pages_make_up_a_request(rows: list[list[int]]) -> None:
+    tree = tree_of(step_of(rows))
     for request, row in enumerate(rows):
-        runs = [node for node in nodes(rows) if request in node.requests]
-        assert [page for node in runs for page in node.pages] == row
-        assert [node.first_page for node in runs] == [
-            sum(len(n.pages) for n in runs[:i]) for i in range(len(runs))
-        ]
+        runs = [run for run in tree.walk() if request in run.requests]
+        begin, end = tree.own[request]
+        borders = [border for run in runs for border in (run.begin, run.end)] + [begin, end]
+        assert borders[0] == 0
+        assert borders[1:-1:2] == borders[2::2]
+        assert end == len(row) * PAGE
 
 
 @given(ROWS)
-def test_a_node_is_shared_by_exactly_the_requests_with_that_prefix(rows: list[list[int]]) -> None:
-    for node in nodes(rows):
-        prefix = rows[node.requests[0]][: node.end_page]
-        assert node.requests == [r for r, row in enumerate(rows) if row[: node.end_page] == prefix]
+def test_copies_are_what_distinct_prefixes_leave_over(rows: list[list[int]]) -> None:
+    prefixes = {tuple(row[: i + 1]) for row in rows for i in range(len(row))}
+    assert tree_of(step_of(rows)).copies == PAGE * (sum(map(len, rows)) - len(prefixes))
 
 
 @given(ROWS)
-def test_no_run_could_be_longer(rows: list[list[int]]) -> None:
-    for node in nodes(rows):
-        assert node.pages
-        following = {tuple(rows[r][node.end_page : node.end_page + 1]) for r in node.requests}
-        assert len(following) > 1 or following == {()}
-
-
-@given(ROWS)
-def test_sharers_are_neighbours_in_the_order(rows: list[list[int]]) -> None:
-    order = request_order(build_prefix_tree(rows), len(rows))
+def test_sharers_are_neighbours(rows: list[list[int]]) -> None:
+    tree = tree_of(step_of(rows))
+    order = tree.order()
     assert sorted(order) == list(range(len(rows)))
-    for node in nodes(rows):
-        lanes = sorted(order.index(request) for request in node.requests)
+    for run in tree.walk():
+        lanes = sorted(order.index(request) for request in run.requests)
         assert lanes == list(range(lanes[0], lanes[0] + len(lanes)))
 
 
-@given(ROWS)
-def test_saved_tokens_are_the_copies_of_distinct_prefixes(rows: list[list[int]]) -> None:
-    distinct = {tuple(row[: depth + 1]) for row in rows for depth in range(len(row))}
-    copies = sum(len(row) for row in rows) - len(distinct)
-    assert tokens_saved(build_prefix_tree(rows), 16) == 16 * copies
+@settings(max_examples=30, deadline=None)
+@given(ROWS, st.sampled_from(("cpu", "cuda")))
+def test_levels_account_for_what_is_not_read(rows: list[list[int]], device: str) -> None:
+    """Long enough runs that some pay and some do not."""
+    tree = tree_of(step_of(rows, scale=30), device)
+    saved = sum(
+        (len(run.requests) - run.level.tiles) * (run.end - run.level.begin)
+        for run in tree.walk()
+        if run.level
+    )
+    assert tree.flat_reads - tree.composed_reads == saved
 
 
-def test_a_chain_as_deep_as_the_batch() -> None:
-    rows = [list(range(depth)) for depth in range(1, 1501)]
-    found = nodes(rows)
-    assert len(found) == 1500
-    assert request_order(build_prefix_tree(rows), 1500) == list(range(1500))
-
-
-def test_only_full_pages_that_were_computed_before_count() -> None:
-    rows = [[1, 2, 3], [1, 2, 3], [4, 5, 6]]
-    # 12 tokens of which 1 is new: 11 were there, two pages of 4; all 12 new: none.
-    assert computed_full_pages(rows, [12, 12, 9], [1, 12, 0], 4) == [[1, 2], [], [4, 5]]
+def test_a_level_reads_what_the_run_above_does_not() -> None:
+    """Two pairs part after a short run: each pair reads it with its own."""
+    rows = [[0, *([7] * 40)], [0, *([7] * 40)], [0, *([8] * 40)], [0, *([8] * 40)]]
+    flat = [[row[0], *(100 * row[1] + i for i in range(40))] for row in rows]
+    [root] = tree_of(step_of(flat)).roots
+    assert root.level is None
+    assert [child.level and child.level.begin for child in root.children] == [0, 0]

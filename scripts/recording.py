@@ -3,20 +3,25 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 
-def circumstances() -> dict[str, Any]:
-    """Return date, GPU, versions and command line of this process."""
+def circumstances(engine: str = "vllm") -> dict[str, Any]:
+    """Return date, GPU, versions and command line of this process. engine: the package that serves."""
     import torch
-    import vllm
 
+    served_by = importlib.import_module(engine)
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "vllm": vllm.__version__},
+        "versions": {
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            engine: served_by.__version__,
+        },
         "command": " ".join(["python", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }

@@ -45,7 +45,7 @@ _SHARED = ("shared_plans", "prefix_nodes", "kv_tokens_saved", "kv_bytes_saved")
 def main() -> None:
     chosen = _arguments()
     record = circumstances()
-    record["workload"] = {name: getattr(chosen, name) for name in _WORKLOAD} | {"shape": chosen.shape}
+    record["workload"] = {name: getattr(chosen, name) for name in WORKLOAD} | {"shape": chosen.shape}
     record["rows"] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -60,7 +60,7 @@ def main() -> None:
         sys.exit("some requests failed")
 
 
-_WORKLOAD = {
+WORKLOAD = {
     "requests": (64, "sent at once"),
     "groups": (8, "of the requests"),
     "common": (4096, "tokens of the prompt of all"),
@@ -74,7 +74,7 @@ _WORKLOAD = {
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--way", action="append", choices=list(WAYS), help="of serving, repeated")
-    for name, (default, meaning) in _WORKLOAD.items():
+    for name, (default, meaning) in WORKLOAD.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} ({default})")
     parser.add_argument("--shape", choices=list(dummy_llama.SHAPES), default="8b")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
@@ -109,14 +109,14 @@ def _serve(chosen: argparse.Namespace, way: str, model: Path, layers: int, folde
         ready = time.perf_counter() - started
         rounds = [
             send(server.url, str(model), requests)
-            for requests in _rounds(chosen, dummy_llama.SHAPES[chosen.shape]["vocab_size"])
+            for requests in rounds_of(chosen, dummy_llama.SHAPES[chosen.shape]["vocab_size"])
         ]
         preemptions = server.metric("vllm:num_preemptions_total")
     errors = [outcome.error for outcomes in rounds for outcome in outcomes if outcome.error]
     measured = rounds[1:]
     row = {
-        "itl_ms": _percentiles([gap for outcomes in measured for gap in _gaps_of_all(outcomes)]),
-        "ttft_ms": _percentiles([o.times[0] for outcomes in measured for o in outcomes if o.times]),
+        "itl_ms": percentiles([gap for outcomes in measured for gap in gaps_of_all(outcomes)]),
+        "ttft_ms": percentiles([o.times[0] for outcomes in measured for o in outcomes if o.times]),
         "round_s": [
             round(max((o.times[-1] for o in outcomes if o.times), default=0), 2) for outcomes in rounds
         ],
@@ -136,7 +136,8 @@ def _serve(chosen: argparse.Namespace, way: str, model: Path, layers: int, folde
     return row
 
 
-def _rounds(chosen: argparse.Namespace, vocabulary: int) -> list[list[Request]]:
+def rounds_of(chosen: argparse.Namespace, vocabulary: int) -> list[list[Request]]:
+    """Return the requests of each round of a workload."""
     rng = random.Random(0)
     # The last ids of the vocabulary are special.
     ids = range(vocabulary - 300)
@@ -151,14 +152,15 @@ def _rounds(chosen: argparse.Namespace, vocabulary: int) -> list[list[Request]]:
     ]
 
 
-def _gaps_of_all(outcomes: list[Outcome]) -> list[float]:
+def gaps_of_all(outcomes: list[Outcome]) -> list[float]:
     """Gaps between tokens that came after all requests had one and before any was complete, in seconds."""
     good = [outcome.times for outcome in outcomes if outcome.error is None and outcome.times]
     begin, end = max((t[0] for t in good), default=0.0), min((t[-1] for t in good), default=0.0)
     return [b - a for times in good for a, b in pairwise(times) if begin <= a and b <= end]
 
 
-def _percentiles(seconds: list[float]) -> dict[str, float]:
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    """Return PERCENTILES of some times, in milliseconds, and how many they are."""
     if not seconds:
         return {"count": 0}
     values = np.percentile(np.asarray(seconds), PERCENTILES)

@@ -40,8 +40,8 @@ class ProcessStats:
         that were recorded into a graph. Together with attention_calls layers x steps, unless a draft model
         takes part.
     shared_plans: plans in which prefixes are read once for several requests; prefix_nodes: these prefixes.
-    kv_tokens_saved: KV tokens that are therefore not read again, for one KV head of one layer. kv_bytes_saved:
-        K and V of these, of all heads and layers. Plans that a GPU makes are counted some steps later, see
+    kv_tokens_saved: KV tokens that are therefore not read again, for one KV head of one layer.
+    kv_bytes_saved: K and V of these, of all heads and layers. What a GPU plans is counted some steps later, see
         ShareTally.
     host: name of the host or container, from the file's name; "" for counts that were not read from a file.
     """

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,9 +45,11 @@ def shareable(q_lens: Tensor, kv_lens: Tensor, page_size: int, group: int, max_t
     """
     _expect_int32("q_lens", q_lens)
     _expect_int32("kv_lens", kv_lens)
-    computed = (kv_lens - q_lens).clamp_(min=0)
-    one_tile = (q_lens >= 1) & (q_lens.to(torch.int64) * group <= max_tile)
-    return computed.sub_(computed % page_size).mul_(one_tile)
+    q = q_lens.numpy()  # whose operators take a fifth of torch's time
+    computed = np.maximum(kv_lens.numpy() - q, 0)
+    computed -= computed % page_size
+    computed *= (q >= 1) & (q <= max_tile // group)
+    return torch.from_numpy(computed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

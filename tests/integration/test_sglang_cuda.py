@@ -90,7 +90,7 @@ def results(
     batches = [prompts, prompts[-8:], _shared()[0], prompts[-1:]]
     found: dict[str, dict[str, Any]] = {}
     root = tmp_path_factory.mktemp("sglang")
-    columns = ("steps", "attention_calls", "replayed_calls", "captured_calls", "layers")
+    columns = ("steps", "attention_calls", "replayed_calls", "captured_calls", "kv_tokens_saved", "layers")
     print(f"\n{'run':<32}{'right':>6}{'start s':>8}{'run s':>7}" + "".join(f"{c:>17}" for c in columns))
     for index, name in enumerate(RUNS):
         if not any(text in name for text in wanted):
@@ -184,6 +184,12 @@ def test_graphs_served_where_they_were_asked_for(results: Any, name: str) -> Non
 def test_prefixes_were_found_in_the_cache(results: Any, name: str) -> None:
     cached = results(name)["batches"][AGAIN]["cached"]
     assert all(tokens > 0.8 * context - 64 for tokens, context in zip(cached, CONTEXTS[-8:], strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if "alone" not in name])
+def test_a_shared_text_is_read_once_where_that_is_possible(results: Any, name: str) -> None:
+    saved = results(name)["stats"].kv_tokens_saved
+    assert (saved == 0) is (name in SPECULATIVE or "deterministic" in name)
 
 
 @pytest.mark.parametrize("name", ["graphs, 16, small pool", "graphs, 16, taken back"])

@@ -41,8 +41,8 @@ class ProcessStats:
         takes part.
     shared_plans: plans in which prefixes are read once for several requests; prefix_nodes: these prefixes.
     kv_tokens_saved: KV tokens that are therefore not read again, for one KV head of one layer.
-    kv_bytes_saved: K and V of these, of all heads and layers. What a GPU plans is counted some steps later, see
-        ShareTally.
+    kv_bytes_saved: K and V of these, of all heads and layers. What a GPU plans is counted some steps later,
+        see ShareTally.
     host: name of the host or container, from the file's name; "" for counts that were not read from a file.
     """
 

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
 import torch
 from examples import share
 from hypothesis import event, given
@@ -11,7 +15,7 @@ from shared_cases import SharedCase, reads, shared_cases
 from shared_tables import page_table, random_case, tree
 
 from fi_backend.core.attention import BatchAttention
-from fi_backend.core.share_tally import NOTHING, Saved, ShareTally, saved_by
+from fi_backend.core.share_tally import NOTHING, READ_EVERY, Saved, ShareTally, saved_by
 from fi_backend.core.spec import AttentionSpec
 
 CPU = torch.device("cpu")
@@ -64,3 +68,49 @@ def test_without_sharing_nothing_is_counted() -> None:
     assert device_counts(case) == NOTHING
     flat = BatchAttention(AttentionSpec(2, 1, 64), max_requests=1, max_tokens=1, max_kv_len=1)
     assert flat.tally is None
+
+
+class _Event:
+    """Of a copy from a GPU: through when the test says so."""
+
+    def __init__(self) -> None:
+        self.recorded, self.through = 0, False
+
+    def record(self, stream: object) -> None:
+        self.recorded += 1
+        self.through = False
+
+    def query(self) -> bool:
+        return self.through
+
+
+def test_a_device_is_read_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = SimpleNamespace(now=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.now)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, **_: zeros(*size, dtype=torch.int64))
+    tally = ShareTally(torch.device("cuda", 0))
+    event, device = tally._landed, tally.tensor
+    assert device is not None
+    for _ in range(READ_EVERY - 1):
+        device += torch.tensor([1, 2, 100])
+        assert tally.take() == NOTHING
+    assert event.recorded == 0
+    capturing.now = True
+    tally.take()
+    assert event.recorded == 0, "a graph would copy in every replay"
+    capturing.now = False
+    device += torch.tensor([1, 2, 100])
+    assert tally.take() == NOTHING
+    assert event.recorded == 1
+    device += torch.tensor([1, 2, 100])
+    assert tally.take() == NOTHING, "the copy is not through"
+    event.through = True
+    assert tally.take() == Saved(16, 32, 1600)
+    for _ in range(READ_EVERY - 2):
+        assert tally.take() == NOTHING
+    event.through = True
+    assert tally.take() == Saved(1, 2, 100)

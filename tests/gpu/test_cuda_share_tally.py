@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from shared_tables import host_plan, page_table, random_case, tree
-from test_device_forest import on_device
+from test_cuda_forest import on_device
 
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.share_tally import NOTHING, READ_EVERY, Saved, saved_by

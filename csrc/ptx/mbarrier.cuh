@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX ISA, "Parallel Synchronization and Communication Instructions": mbarrier and named barriers.
+// PTX ISA, "Parallel Synchronization and Communication Instructions": mbarrier, named barriers, acquire.
 #pragma once
 #include <cstdint>
 
@@ -44,6 +44,13 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 // Barrier `id` (1 .. 15) among `threads` threads, whole warps.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// A counter in global memory, and with it what was written before the counter was last raised.
+__device__ __forceinline__ int32_t load_acquire(const int32_t* counter) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
 }
 
 // The registers a thread of this warpgroup may use from here on (setmaxnreg, sm_90a).

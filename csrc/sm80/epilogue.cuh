@@ -112,93 +112,6 @@ __device__ __forceinline__ void store_final(const Consumer<Traits>& x, float (&l
   }
 }
 
-// Joins the states of the warps that shared the KV tiles of a row group, in their order, eight rows at a
-// time, and stores the result.
-template <class Traits>
-__device__ __forceinline__ void combine(const Consumer<Traits>& x, Control& control, char* shared) {
-  using T = typename Traits::T;
-  const AttentionParams& p = x.p;
-  const Work& w = x.w;
-  constexpr int kVectors = Traits::kWarpColumns / 4, kRowFloats = Traits::kWarpColumns;
-  // Tiles of different heights follow each other without a common barrier, so each has names of its own.
-  const int groups = Traits::kMaxGroups / x.members, threads = x.members * 32;
-  const int barrier = 1 + Traits::kColumnWarps * (groups + x.group) + x.column_warp;
-  const int first_warp = x.group * x.members * Traits::kColumnWarps + x.column_warp;
-  const auto states_of = [&](int warp) {
-    return shared + (warp / Traits::kColumnWarps) * Traits::kSliceBytes +
-           x.column_warp * (Traits::kSliceBytes / Traits::kColumnWarps);
-  };
-  const auto chunk_at = [](int row, int chunk) { return row * kRowFloats + ((chunk ^ (row & 3)) << 2); };
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int rows = min(w.q_rows - x.group * 16 - r * 8, 8);
-    if (rows <= 0) break;
-    // Nobody still reads its queries, or the rows before these.
-    if (r == 0) x.sync_columns();
-    ptx::named_barrier(barrier, threads);
-    float* slice = reinterpret_cast<float*>(x.own_slice());
-    const int row = x.lane / 4;
-    const float sum = quad_sum(x.state.sum[r]);
-    if (x.lane % 4 == 0) control.stats[x.warp][row] = make_float2(x.state.max[r], sum);
-#pragma unroll
-    for (int n = 0; n < Consumer<Traits>::kBlocks; ++n) {
-      if constexpr (Traits::kFp8) {
-        *reinterpret_cast<float4*>(slice + chunk_at(row, n * 4 + x.lane % 4)) = four_columns(x, n, r);
-      } else {
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          *reinterpret_cast<float2*>(slice + chunk_at(row, n * 4 + h * 2 + x.lane % 4 / 2) + x.lane % 2 * 2) =
-              make_float2(x.out[2 * n + h][2 * r], x.out[2 * n + h][2 * r + 1]);
-      }
-    }
-    ptx::named_barrier(barrier, threads);
-    for (int i = x.member * 32 + x.lane; i < rows * kVectors; i += threads) {
-      const int out_row = i / kVectors, vector = i % kVectors;
-      // Unrolled over as many warps as there can be, so that all reads are under way together.
-      float2 stat[Traits::kMaxGroups];
-      float4 o[Traits::kMaxGroups];
-      float top = -INFINITY;
-#pragma unroll
-      for (int m = 0; m < Traits::kMaxGroups; ++m) {
-        const int source = first_warp + min(m, x.members - 1) * Traits::kColumnWarps;
-        stat[m] = m < x.members ? control.stats[source][out_row] : make_float2(-INFINITY, 0.f);
-        o[m] = *reinterpret_cast<const float4*>(states_of(source) + chunk_at(out_row, vector) * 4);
-      }
-#pragma unroll
-      for (int m = 0; m < Traits::kMaxGroups; ++m) top = fmaxf(top, stat[m].x);
-      const float base = top == -INFINITY ? 0.f : top;
-      float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
-      float total = 0.f;
-#pragma unroll
-      for (int m = 0; m < Traits::kMaxGroups; ++m) {
-        if (m >= x.members) continue;
-        const float weight = Variant::kSoftmax ? ptx::exp2_approx(stat[m].x - base) : 1.f;
-        total = fmaf(stat[m].y, weight, total);
-        acc = make_float4(fmaf(o[m].x, weight, acc.x), fmaf(o[m].y, weight, acc.y),
-                          fmaf(o[m].z, weight, acc.z), fmaf(o[m].w, weight, acc.w));
-      }
-      float lse, inverse;
-      finish_state(top, total, lse, inverse);
-      const int tile_row = x.group * 16 + r * 8 + out_row;
-      const bool leads = vector == 0 && x.column_warp == 0;
-      const int column = x.column_warp * Traits::kWarpColumns + vector * 4;
-      if (w.partial < 0) {
-        const int packed = w.q_begin + tile_row;
-        acc = times(acc, inverse * finish_row(p, x.c, w, packed, lse, leads));
-        T* to = static_cast<T*>(p.out) + column +
-                row_offset(p, x.c, w.token_begin, packed, w.kv_head, p.out_stride_token, p.out_stride_head);
-        *reinterpret_cast<uint2*>(to) = make_uint2(ptx::pack2<T>(acc.x, acc.y), ptx::pack2<T>(acc.z, acc.w));
-      } else {
-        const int64_t state = int64_t(w.partial + tile_row) * p.num_kv_heads + w.kv_head;
-        if (leads) __stcg(p.partial_lse + state, w.faults ? quiet_nan() : lse);
-        __stcg(reinterpret_cast<float4*>(p.partial_out + state * Traits::kHeadDimV + column),
-               times(acc, inverse));
-      }
-    }
-  }
-  ptx::named_barrier(barrier, threads);  // the slices are free again
-}
-
 inline constexpr int kMergeBatch = 8;
 
 // A running sum of weighted parts, normalised at the end.
@@ -268,6 +181,148 @@ __device__ __forceinline__ void store_sum(const AttentionParams& p, const Launch
   float lse = sum.sum > 0.f ? sum.top + logf(sum.sum) : sum.sum == 0.f ? -INFINITY : sum.sum;
   if (!Variant::kSoftmax && sum.sum == sum.sum) inverse = 1.f, lse = 0.f;
   store_merged<Traits>(p, c, token_begin, packed, kv_head, vector, times(sum.acc, inverse), lse);
+}
+
+// Parts that are joined relative to their common maximum. Rows of composed requests have few parts each.
+inline constexpr int kLevelBatch = 4;
+
+__device__ __forceinline__ void add_batch(Accumulator& sum, const float* lse, const float4* o) {
+  float top = sum.top;
+#pragma unroll
+  for (int i = 0; i < kLevelBatch; ++i) top = fmaxf(top, lse[i]);
+  sum.rescale(top);
+#pragma unroll
+  for (int i = 0; i < kLevelBatch; ++i) sum.add(lse[i], o[i]);
+}
+
+// Folds four columns of a composed request's row, whose part in `own` is not in memory, as fold_rows() would.
+template <class Traits>
+__device__ __forceinline__ void fold_levels(const AttentionParams& p, const LaunchConstants& c, const Work& w,
+                                            int row, int vector, float own_lse, float4 own) {
+  constexpr int kParts = 2 * kLevelBatch;
+  const auto* parts = reinterpret_cast<const int32_t*>(p.plan + p.layout.parts);
+  Accumulator sum;
+#pragma unroll 1
+  for (int begin = w.parts_begin; begin < w.parts_end; begin += kParts) {
+    float lse[kParts];
+    float4 o[kParts];
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      lse[i] = -INFINITY;
+      o[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (begin + i >= w.parts_end) continue;
+      const int part = parts[begin + i];
+      if (part == w.partial) {
+        lse[i] = own_lse;
+        o[i] = own;
+      } else {
+        load_part<Traits>(p, part + row, w.kv_head, vector, lse[i], o[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kParts; i += kLevelBatch) add_batch(sum, lse + i, o + i);
+  }
+  store_sum<Traits>(p, c, sum, w.token_begin, w.q_begin + row, w.kv_head, vector);
+}
+
+// Joins the states of the warps that shared the KV tiles of a row group, in their order, eight rows at a
+// time, and stores the result. Returns whether it is final although the item is one of several of its unit.
+template <class Traits>
+__device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& control, char* shared) {
+  using T = typename Traits::T;
+  const AttentionParams& p = x.p;
+  const Work& w = x.w;
+  constexpr int kVectors = Traits::kWarpColumns / 4, kRowFloats = Traits::kWarpColumns;
+  // Tiles of different heights follow each other without a common barrier, so each has names of its own.
+  const int groups = Traits::kMaxGroups / x.members, threads = x.members * 32;
+  const int barrier = 1 + Traits::kColumnWarps * (groups + x.group) + x.column_warp;
+  const int first_warp = x.group * x.members * Traits::kColumnWarps + x.column_warp;
+  const auto states_of = [&](int warp) {
+    return shared + (warp / Traits::kColumnWarps) * Traits::kSliceBytes +
+           x.column_warp * (Traits::kSliceBytes / Traits::kColumnWarps);
+  };
+  const auto chunk_at = [](int row, int chunk) { return row * kRowFloats + ((chunk ^ (row & 3)) << 2); };
+  // Where all other items of a composed request have arrived, its last state need not go through memory.
+  const bool may_finish =
+      kComposes<Traits> && Traits::kColumnWarps == 1 && w.levels && w.tokens < 0 && groups == 1;
+  int32_t* counter = p.counters + kArrivals + w.unit * p.num_kv_heads + w.kv_head;
+  int arrived = 0;
+  if (may_finish && x.warp == 0 && x.lane == 0) arrived = ptx::load_acquire(counter);
+  bool finishes = false;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int rows = min(w.q_rows - x.group * 16 - r * 8, 8);
+    if (rows <= 0) break;
+    // Nobody still reads its queries, or the rows before these.
+    if (r == 0) x.sync_columns();
+    ptx::named_barrier(barrier, threads);
+    float* slice = reinterpret_cast<float*>(x.own_slice());
+    const int row = x.lane / 4;
+    const float sum = quad_sum(x.state.sum[r]);
+    if (x.lane % 4 == 0) control.stats[x.warp][row] = make_float2(x.state.max[r], sum);
+#pragma unroll
+    for (int n = 0; n < Consumer<Traits>::kBlocks; ++n) {
+      if constexpr (Traits::kFp8) {
+        *reinterpret_cast<float4*>(slice + chunk_at(row, n * 4 + x.lane % 4)) = four_columns(x, n, r);
+      } else {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          *reinterpret_cast<float2*>(slice + chunk_at(row, n * 4 + h * 2 + x.lane % 4 / 2) + x.lane % 2 * 2) =
+              make_float2(x.out[2 * n + h][2 * r], x.out[2 * n + h][2 * r + 1]);
+      }
+    }
+    if (may_finish && r == 0 && x.warp == 0 && x.lane == 0) control.arrived = arrived == w.num_items - 1;
+    ptx::named_barrier(barrier, threads);
+    if (may_finish && r == 0) finishes = *static_cast<volatile int32_t*>(&control.arrived);
+    for (int i = x.member * 32 + x.lane; i < rows * kVectors; i += threads) {
+      const int out_row = i / kVectors, vector = i % kVectors;
+      // Unrolled over as many warps as there can be, so that all reads are under way together.
+      float2 stat[Traits::kMaxGroups];
+      float4 o[Traits::kMaxGroups];
+      float top = -INFINITY;
+#pragma unroll
+      for (int m = 0; m < Traits::kMaxGroups; ++m) {
+        const int source = first_warp + min(m, x.members - 1) * Traits::kColumnWarps;
+        stat[m] = m < x.members ? control.stats[source][out_row] : make_float2(-INFINITY, 0.f);
+        o[m] = *reinterpret_cast<const float4*>(states_of(source) + chunk_at(out_row, vector) * 4);
+      }
+#pragma unroll
+      for (int m = 0; m < Traits::kMaxGroups; ++m) top = fmaxf(top, stat[m].x);
+      const float base = top == -INFINITY ? 0.f : top;
+      float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
+      float total = 0.f;
+#pragma unroll
+      for (int m = 0; m < Traits::kMaxGroups; ++m) {
+        if (m >= x.members) continue;
+        const float weight = Variant::kSoftmax ? ptx::exp2_approx(stat[m].x - base) : 1.f;
+        total = fmaf(stat[m].y, weight, total);
+        acc = make_float4(fmaf(o[m].x, weight, acc.x), fmaf(o[m].y, weight, acc.y),
+                          fmaf(o[m].z, weight, acc.z), fmaf(o[m].w, weight, acc.w));
+      }
+      float lse, inverse;
+      finish_state(top, total, lse, inverse);
+      const int tile_row = x.group * 16 + r * 8 + out_row;
+      const bool leads = vector == 0 && x.column_warp == 0;
+      const int column = x.column_warp * Traits::kWarpColumns + vector * 4;
+      if (kComposes<Traits> && finishes) {
+        fold_levels<Traits>(p, x.c, w, tile_row, vector, w.faults ? quiet_nan() : lse, times(acc, inverse));
+      } else if (w.partial < 0) {
+        const int packed = w.q_begin + tile_row;
+        acc = times(acc, inverse * finish_row(p, x.c, w, packed, lse, leads));
+        T* to = static_cast<T*>(p.out) + column +
+                row_offset(p, x.c, w.token_begin, packed, w.kv_head, p.out_stride_token, p.out_stride_head);
+        *reinterpret_cast<uint2*>(to) = make_uint2(ptx::pack2<T>(acc.x, acc.y), ptx::pack2<T>(acc.z, acc.w));
+      } else {
+        const int64_t state = int64_t(w.partial + tile_row) * p.num_kv_heads + w.kv_head;
+        if (leads) __stcg(p.partial_lse + state, w.faults ? quiet_nan() : lse);
+        __stcg(reinterpret_cast<float4*>(p.partial_out + state * Traits::kHeadDimV + column),
+               times(acc, inverse));
+      }
+    }
+  }
+  if (finishes && x.warp == 0 && x.lane == 0) *counter = 0;
+  ptx::named_barrier(barrier, threads);  // the slices are free again
+  return finishes;
 }
 
 // Folds the parts of a unit by all consumers. The rows of the item that arrived last are the unit's.

@@ -72,8 +72,9 @@ __device__ __forceinline__ void store(Consumer<Traits>& x) {
     store_partial(x, x.w.partial, lse, factor);
 }
 
+// Returns whether the item's unit is finished without its arrival.
 template <class Traits>
-__device__ __forceinline__ void run_item(const AttentionParams& p, const LaunchConstants& c, Control& control,
+__device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                          const Work& w, int tid, char* shared, uint32_t stages,
                                          const Ring<Traits::kStages>& stage, int tiles) {
   Consumer<Traits> x(p, c, w, tid, shared);
@@ -82,16 +83,14 @@ __device__ __forceinline__ void run_item(const AttentionParams& p, const LaunchC
       sm90::Wide<Traits>::attend(x, control, stages, stage, tiles);
       if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
       store(x);
-      return;
+      return false;
     }
   }
   attend<Traits>(x, control, stages, stage, x.member, x.members, tiles, [](int) {});
   if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
-  if (x.members > 1) {
-    combine(x, control, shared);
-    return;
-  }
+  if (x.members > 1) return combine(x, control, shared);
   store(x);
+  return false;
 }
 
 // The batch-invariant mode: one warp takes all tiles of a row group in their order, and states end at fixed
@@ -173,12 +172,13 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchCo
     const Work& w = control.slots[slot.at];
     if (w.ticket < 0) return;
     const int tiles = w.tiles;
+    bool finished = false;
     if constexpr (Traits::kInvariant)
       run_invariant_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
     else
-      run_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
+      finished = run_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
     stage.advance(tiles);
-    if (w.unit >= 0) arrive<Traits>(p, c, control, w, tid, shared);
+    if (w.unit >= 0 && !finished) arrive<Traits>(p, c, control, w, tid, shared);
     // Warps without a share must not run ahead of the ring by more than a lap.
     if (Traits::kInvariant && row_groups(w) < Traits::kMaxGroups) ptx::named_barrier(1, kConsumers);
     __syncwarp();

@@ -88,9 +88,6 @@ struct ReportedUnits {
   }
 };
 
-// Parts that are joined relative to their common maximum. Rows of composed requests have few parts each.
-inline constexpr int kLevelBatch = 4;
-
 // Folds the listed rows, kRows of a slot at a time and kBatches batches of parts of each, so that many reads
 // are under way. A row's bits depend on neither, nor on its neighbours.
 template <class Traits, int kRows, int kBatches>
@@ -133,14 +130,8 @@ __device__ __forceinline__ void fold_rows(const AttentionParams& p, const Launch
 #pragma unroll
         for (int j = 0; j < kRows; ++j)
 #pragma unroll
-          for (int batch = 0; batch < kParts; batch += kLevelBatch) {
-            float top = sum[j].top;
-#pragma unroll
-            for (int i = 0; i < kLevelBatch; ++i) top = fmaxf(top, lse[j][batch + i]);
-            sum[j].rescale(top);
-#pragma unroll
-            for (int i = 0; i < kLevelBatch; ++i) sum[j].add(lse[j][batch + i], o[j][batch + i]);
-          }
+          for (int batch = 0; batch < kParts; batch += kLevelBatch)
+            add_batch(sum[j], lse[j] + batch, o[j] + batch);
       }
       // One after another: their code is long and their stores wait for nothing.
 #pragma unroll 1

@@ -23,13 +23,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kSlots; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&control.slot_full[i]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&control.draw[i]), 1);
       ptx::mbarrier_init(ptx::shared_address(&control.slot_empty[i]), kConsumerWarps + kProducerWarps + 1);
     }
     for (int i = 0; i < kRowTiles; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&control.rows_full[i]), 1);
       ptx::mbarrier_init(ptx::shared_address(&control.rows_empty[i]), kProducerWarps);
     }
-    ptx::mbarrier_init(ptx::shared_address(&control.draw), 1);
   }
   __syncthreads();
   const int warp = threadIdx.x / 32;

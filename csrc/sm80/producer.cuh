@@ -8,9 +8,11 @@
 
 namespace fi::sm80 {
 
-// Tiles of its item that the producers still have to bring when the next item is drawn: late, because items
+// Tiles of an item that the producers still have to bring when the next item is drawn: late, because items
 // are balanced by who is idle first, but early enough to hide three dependent reads.
 inline constexpr int kDrawAhead = 6;
+// Items of so few tiles altogether are drawn one after another: each takes longer to find than to read.
+inline constexpr int kSmallTiles = 3;
 
 // Brings the indices and the queries of an item into the L2 cache. While the memory is busy, a read that
 // misses waits behind all KV tiles that are under way.
@@ -86,11 +88,19 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
     next = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x] : 0;
     end = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x + 1] : 0;
   }
-  Ring<kSlots> slot;
-  uint32_t draw_parity = 0;
+  Ring<kSlots> slot, oldest;  // oldest: the first item that the producers are not known to be nearly through
+  int waiting = 0, tiles_ahead = 0;  // items from there on, and their tiles
+  bool small = false;                // the last item was
   while (true) {
     ptx::mbarrier_wait(ptx::shared_address(&control.slot_empty[slot.at]), slot.parity() ^ 1);
     Work& w = control.slots[slot.at];
+    const auto pass = [&] {
+      tiles_ahead -= control.slots[oldest.at].tiles;
+      --waiting;
+      oldest.advance();
+    };
+    if (waiting == kSlots) pass();  // its slot is free again
+    __syncwarp();
     if (next >= end) {
       if (lane == 0) {
         w.ticket = -1;
@@ -98,6 +108,10 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
       }
       return;
     }
+    // One draw a ticket, so the draw that returns tickets - 1 is the launch's last: it resets the counter.
+    const bool early = small && !queued;
+    int draws = 0;
+    if (early && lane == 0) draws = atomicAdd(p.counters, 1);
     if (lane == 0) {
       exact_work<Traits>(p, c, queued ? entries[next] : next, w);
       ptx::mbarrier_arrive(ptx::shared_address(&control.slot_full[slot.at]));
@@ -105,15 +119,18 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
     __syncwarp();
     if (kComposes<Traits> && w.levels) warm_units(p, w, lane);
     warm_cache<Traits>(p, c, w, lane);
-    ptx::mbarrier_wait(ptx::shared_address(&control.draw), draw_parity);
-    draw_parity ^= 1;
+    small = w.tiles < kSmallTiles;
+    tiles_ahead += w.tiles;
+    ++waiting;
+    while (tiles_ahead > kSmallTiles) {
+      ptx::mbarrier_wait(ptx::shared_address(&control.draw[oldest.at]), oldest.parity());
+      pass();
+    }
     if (queued) {
       ++next;
     } else {
       if (lane == 0) {
-        // One draw a ticket, so the draw that returns tickets - 1 is the launch's last: it resets the
-        // counter.
-        const int draws = atomicAdd(p.counters, 1);
+        if (!early) draws = atomicAdd(p.counters, 1);
         if (draws == tickets - 1) *p.counters = 0;
         next = int(gridDim.x) + draws;
       }
@@ -273,7 +290,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
     const int tiles = w.tiles, kv_begin = w.kv_begin;
     loader.begin(w);
     const bool draws = warp == 0 && lane == 0;
-    if (draws && tiles <= kDrawAhead) ptx::mbarrier_arrive(ptx::shared_address(&control.draw));
+    if (draws && tiles <= kDrawAhead) ptx::mbarrier_arrive(ptx::shared_address(&control.draw[slot.at]));
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i) {
       ptx::mbarrier_wait(ptx::shared_address(&control.rows_full[ring.at]), ring.parity());
@@ -290,7 +307,8 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
         loader.template copy<false>(found, kv_begin + i * kKvTile, k_tile, k_tile + Traits::kKBytes);
       ptx::mbarrier_arrive_after_copies(full_barrier(control, stage));
       stage.advance();
-      if (draws && tiles - i - 1 == kDrawAhead) ptx::mbarrier_arrive(ptx::shared_address(&control.draw));
+      if (draws && tiles - i - 1 == kDrawAhead)
+        ptx::mbarrier_arrive(ptx::shared_address(&control.draw[slot.at]));
     }
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.slot_empty[slot.at]));

@@ -36,7 +36,7 @@ struct Control {
   uint64_t full[2][kMaxStages], empty[kMaxStages];
   uint64_t slot_full[kSlots], slot_empty[kSlots];
   uint64_t rows_full[kRowTiles], rows_empty[kRowTiles];
-  uint64_t draw;  // the producers are nearly through with their item
+  uint64_t draw[kSlots];  // the producers are nearly through with the item
   int32_t arrived;
   Work slots[kSlots];
   float2 stats[kConsumerWarps][8];  // maximum and sum of the rows that warps combine

@@ -8,7 +8,7 @@
 
 namespace fi::bind {
 
-inline constexpr int64_t kConfigFields = 25;
+inline constexpr int64_t kConfigFields = 26;
 
 inline PlannerConfig read_config(TensorView config) {
   expect_vector("config", config, kInt64, kConfigFields);
@@ -31,6 +31,7 @@ inline PlannerConfig read_config(TensorView config) {
   c.max_tile = int32_t(v[15 + kNumTiles]);
   c.sharing = {v[16 + kNumTiles], v[17 + kNumTiles], v[18 + kNumTiles]};
   c.share_cost = int32_t(v[19 + kNumTiles]);
+  c.share_latency = int32_t(v[20 + kNumTiles]);
   return c;
 }
 

@@ -80,8 +80,8 @@ int64_t node_tile_capacity(const PlannerConfig& config) {
 
 int cost_shift(const PlannerConfig& config, const PlanCapacity& capacity) {
   const int64_t beta = *std::max_element(std::begin(config.beta), std::end(config.beta));
-  const int64_t greatest =
-      beta * config.limits.max_kv_len + int64_t(config.alpha) * kMaxQueryTile + config.part_cost;
+  const int64_t greatest = beta * config.limits.max_kv_len + int64_t(config.alpha) * kMaxQueryTile +
+                           std::max(config.part_cost, config.share_cost);
   return cost_shift(greatest, int64_t(capacity.items) * config.num_kv_heads, config.num_ctas);
 }
 

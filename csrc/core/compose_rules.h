@@ -54,7 +54,7 @@ FI_HOST_DEVICE int64_t bounded_product(int64_t a, int64_t b) {  // both >= 0
 
 // What a node costs beside its keys.
 FI_HOST_DEVICE int64_t node_overhead(const PlannerConfig& c, int32_t tokens, int32_t members) {
-  const int64_t tile = item_cost(c, node_kind(c, tokens), 0, true);
+  const int64_t tile = item_cost(c, kNode, node_kind(c, tokens), 0, true);
   return bounded_product(node_tile_count(c, tokens), tile) + int64_t(members) * c.share_cost;
 }
 
@@ -92,6 +92,8 @@ FI_HOST_DEVICE Tile node_tile(int32_t node, int32_t begin, int32_t end, int kind
 // Whether the composed plan is taken, by estimate_time() of the best budget of both. A step of many tickets
 // (has_many_tickets() of the tiles without sharing) is not asked: its time is its load, which pays() has
 // judged.
-FI_HOST_DEVICE bool is_quicker(int64_t composed, int64_t flat) { return is_better(composed, flat); }
+FI_HOST_DEVICE bool is_quicker(const PlannerConfig& c, int64_t composed, int64_t flat, int shift) {
+  return is_better(composed + scale_cost(int64_t(4) * c.num_ctas * c.share_latency, shift), flat);
+}
 
 }  // namespace fi

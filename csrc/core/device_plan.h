@@ -189,7 +189,7 @@ class DevicePlanner {
     all_.post(0, warp_sum64(block_, total));
     all_.meet();
     choose_budget(tiles, warp_sum64(block_, all_.posted(0)), m_.composed, many_tickets);
-    if (many_tickets || is_quicker(m_.composed.time, m_.flat.time)) return;
+    if (many_tickets || is_quicker(c_, m_.composed.time, m_.flat.time, a_.cost_shift)) return;
     set_own_tiles(tile_begin, tiles, false);
     num_tiles_ = flat_tiles;
     num_nodes_ = 0;
@@ -272,7 +272,7 @@ class DevicePlanner {
           q_rows = shape_rows(shape);
           s = split_tile(c_, level, tile_length(tiles, t), budget.chunk[budget.choice][kind]);
           const bool partial = s.chunks > 1 || level != kFlat;
-          const uint32_t cost = uint32_t(saturate32(item_cost(c_, kind, s.chunk_len, partial)));
+          const uint32_t cost = uint32_t(saturate32(item_cost(c_, level, kind, s.chunk_len, partial)));
           greatest = cost > greatest ? cost : greatest;
           const uint64_t rows = uint64_t(s.states) * uint32_t(q_rows);
           before[0] = uint32_t(s.chunks);

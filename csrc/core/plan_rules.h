@@ -92,8 +92,10 @@ FI_HOST_DEVICE int64_t tile_cost(const PlannerConfig& c, int kind, int32_t kv_to
   return int64_t(c.beta[kind]) * kv_tokens;
 }
 
-FI_HOST_DEVICE int64_t item_cost(const PlannerConfig& c, int kind, int32_t kv_tokens, bool partial) {
-  return int64_t(c.alpha) * tile_height(kind) + tile_cost(c, kind, kv_tokens) + (partial ? c.part_cost : 0);
+FI_HOST_DEVICE int64_t item_cost(const PlannerConfig& c, TileLevel level, int kind, int32_t kv_tokens,
+                                 bool partial) {
+  const int32_t state = level == kFlat ? c.part_cost : c.share_cost;
+  return int64_t(c.alpha) * tile_height(kind) + tile_cost(c, kind, kv_tokens) + (partial ? state : 0);
 }
 
 FI_HOST_DEVICE int32_t saturate32(int64_t v) { return v < kMaxInt32 ? int32_t(v) : kMaxInt32; }
@@ -137,7 +139,7 @@ FI_HOST_DEVICE Share estimate_share(const PlannerConfig& c, TileLevel level, int
                                     int32_t chunk, int shift) {
   const uint32_t n = chunk_count(kv_tokens, chunk);
   const int32_t each = n == 1 ? kv_tokens : int32_t(ceil_div32(uint32_t(kv_tokens), n));
-  return {n, scale_cost(item_cost(c, kind, each, n > 1 || level != kFlat), shift)};
+  return {n, scale_cost(item_cost(c, level, kind, each, n > 1 || level != kFlat), shift)};
 }
 
 // Whether an item counts for the waves of large ones.
@@ -193,7 +195,7 @@ FI_HOST_DEVICE WorkItem make_item(const PlannerConfig& c, const Tile& t, const S
           end,
           split ? first_row + int32_t(states_before(c, s, chunk)) * step : -1,
           split ? unit : -1,
-          saturate32(item_cost(c, t.kind, end - begin, split))};
+          saturate32(item_cost(c, t.level, t.kind, end - begin, split))};
 }
 
 // Items are ordered by bucket, which tells apart 128 to 256 lengths up to the longest: what a finer order

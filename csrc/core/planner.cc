@@ -173,7 +173,7 @@ void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
   if (!composition.empty()) {
     compose_tiles(config, composition, cut->tiles, scratch.composed.tiles);
     const Choice composed = choose_budget(config, shift, scratch.composed.tiles, many);
-    if (many || is_quicker(composed.time, choice.time)) {
+    if (many || is_quicker(config, composed.time, choice.time, shift)) {
       cut = &scratch.composed;
       choice = composed;
     } else {

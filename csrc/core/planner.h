@@ -41,11 +41,12 @@ struct PlannerConfig {
   int32_t min_chunk;        // KV tokens below which a split does not pay
   int32_t alpha;            // cost = alpha * Tq + beta[tile] * KV tokens
   int32_t beta[kNumTiles];  // by query tile
-  int32_t part_cost;        // writing and merging one partial state
+  int32_t part_cost;        // writing and merging one partial state of a split tile
   int32_t min_tile;         // query tile heights that the kernels have, least and greatest
   int32_t max_tile;
   SharingLimits sharing;
-  int32_t share_cost;  // of a node for each member, beside its partial states
+  int32_t share_cost;     // the same of an item of a prefix node or of a composed request
+  int32_t share_latency;  // what the states of nodes hold up a composed step
 };
 
 // Upper bounds of everything a plan within `config.limits` can contain; see capacity.cc for the proof.

@@ -69,13 +69,14 @@ class CostModel:
     part_cost: int = 64
     invariant_grid: int = 512
     share_cost: int = 16
+    share_latency: int = 0
 
     def __post_init__(self) -> None:
         if len(self.beta) != len(QUERY_TILES):
             raise ValueError(f"beta: expected {len(QUERY_TILES)} costs, one a query tile; got {self.beta!r}.")
         least_one = {name: getattr(self, name) for name in ("granule", "min_chunk", "invariant_grid")}
         least_one |= {f"beta[{i}]": value for i, value in enumerate(self.beta)}
-        costs = {name: getattr(self, name) for name in ("alpha", "part_cost", "share_cost")}
+        costs = {name: getattr(self, name) for name in ("alpha", "part_cost", "share_cost", "share_latency")}
         for name, value in {**least_one, **costs}.items():
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name}: expected an int; got {value!r} of type {type(value).__name__}.")
@@ -161,6 +162,7 @@ class Planner:
                 *tiles,
                 *(astuple(self.sharing) if self.sharing else (0, 0, 0)),
                 costs.share_cost,
+                costs.share_latency,
             ],
             dtype=torch.int64,
             device="cpu",  # whatever torch's default device is

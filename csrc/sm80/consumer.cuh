@@ -78,19 +78,35 @@ struct Consumer {
     state = RowState{};
   }
 
-  // Sixteen rows from global memory to the slice; warps that share them share the work.
+  // The rows from global memory to the slice; warps that share them share the work. What the slice holds of
+  // rows that do not exist is never looked at.
   __device__ __forceinline__ void load_queries() {
+    constexpr int kMine = Traits::kHeadDim / 8 / 2 / Traits::kColumnWarps;
+    // Few rows, as a decoding request has: less code to fetch, and a quarter of the addresses.
+    constexpr int kFew = Traits::kColumnWarps == 1 && kMine % 4 == 0 ? kMine / 4 : kMine;
+    if (kFew < kMine && w.q_rows <= group * 16 + 4)
+      copy_queries<kFew, kMine>();
+    else
+      copy_queries<kMine, kMine>();
+    if constexpr (Traits::kQInRegisters) {
+#pragma unroll
+      for (int step = 0; step < kQSteps; ++step) read_q(step, q[step]);
+    }
+  }
+
+  // Chunks of 16 bytes by every lane: kCopies, and zeros up to kAll.
+  template <int kCopies, int kAll>
+  __device__ __forceinline__ void copy_queries() {
     constexpr int kChunks = Traits::kHeadDim / 8;  // of 16 bytes, a row
-    constexpr int kMine = kChunks / 2 / Traits::kColumnWarps;
     const T* from = static_cast<const T*>(p.q) + int64_t(w.token_begin) * p.q_stride_token;
     const auto place = [&](int i, int& row, int& chunk) {
-      const int at = (column_warp * kMine + i) * 32 + lane;
+      const int at = (column_warp * kAll + i) * 32 + lane;
       row = at / kChunks;
       chunk = at % kChunks;
     };
-    uint4 raw[kMine];
+    uint4 raw[kCopies];
 #pragma unroll
-    for (int i = 0; i < kMine; ++i) {
+    for (int i = 0; i < kCopies; ++i) {
       int row, chunk;
       place(i, row, chunk);
       raw[i] = make_uint4(0, 0, 0, 0);
@@ -111,10 +127,10 @@ struct Consumer {
     }
     sync_columns();  // the results of the item before have left the slice
 #pragma unroll
-    for (int i = 0; i < kMine; ++i) {
+    for (int i = 0; i < kAll; ++i) {
       int row, chunk;
       place(i, row, chunk);
-      const uint4 x = raw[i];
+      const uint4 x = i < kCopies ? raw[i] : make_uint4(0, 0, 0, 0);
       if constexpr (Traits::kFp8) {
         // A fragment of fp8 keys holds four neighbours a lane, so the columns of Q are permuted alike.
         const int block = chunk / 2 * 2, half = chunk % 2 * 8;
@@ -125,10 +141,6 @@ struct Consumer {
       }
     }
     sync_columns();
-    if constexpr (Traits::kQInRegisters) {
-#pragma unroll
-      for (int step = 0; step < kQSteps; ++step) read_q(step, q[step]);
-    }
   }
 
   __device__ __forceinline__ uint4 transformed_query(const T* row, int column, int position, int head) const {

@@ -237,6 +237,7 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
   const int groups = Traits::kMaxGroups / x.members, threads = x.members * 32;
   const int barrier = 1 + Traits::kColumnWarps * (groups + x.group) + x.column_warp;
   const int first_warp = x.group * x.members * Traits::kColumnWarps + x.column_warp;
+  const int active = min(x.members, w.tiles);  // the first tiles belong to the first of them
   const auto states_of = [&](int warp) {
     return shared + (warp / Traits::kColumnWarps) * Traits::kSliceBytes +
            x.column_warp * (Traits::kSliceBytes / Traits::kColumnWarps);
@@ -282,8 +283,11 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
       float top = -INFINITY;
 #pragma unroll
       for (int m = 0; m < Traits::kMaxGroups; ++m) {
-        const int source = first_warp + min(m, x.members - 1) * Traits::kColumnWarps;
-        stat[m] = m < x.members ? control.stats[source][out_row] : make_float2(-INFINITY, 0.f);
+        const int source = first_warp + m * Traits::kColumnWarps;
+        stat[m] = make_float2(-INFINITY, 0.f);
+        o[m] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (m >= active) continue;
+        stat[m] = control.stats[source][out_row];
         o[m] = *reinterpret_cast<const float4*>(states_of(source) + chunk_at(out_row, vector) * 4);
       }
 #pragma unroll
@@ -293,7 +297,7 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
       float total = 0.f;
 #pragma unroll
       for (int m = 0; m < Traits::kMaxGroups; ++m) {
-        if (m >= x.members) continue;
+        if (m >= active) continue;
         const float weight = Variant::kSoftmax ? ptx::exp2_approx(stat[m].x - base) : 1.f;
         total = fmaf(stat[m].y, weight, total);
         acc = make_float4(fmaf(o[m].x, weight, acc.x), fmaf(o[m].y, weight, acc.y),

@@ -11,7 +11,8 @@ namespace fi::sm80 {
 // Tiles of an item that the producers still have to bring when the next item is drawn: late, because items
 // are balanced by who is idle first, but early enough to hide three dependent reads.
 inline constexpr int kDrawAhead = 6;
-// Items of so few tiles altogether are drawn one after another: each takes longer to find than to read.
+// Items of composed requests that have so few tiles altogether are drawn one after another: each takes longer
+// to find than to read.
 inline constexpr int kSmallTiles = 3;
 
 // Brings the indices and the queries of an item into the L2 cache. While the memory is busy, a read that
@@ -119,10 +120,10 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
     __syncwarp();
     if (kComposes<Traits> && w.levels) warm_units(p, w, lane);
     warm_cache<Traits>(p, c, w, lane);
-    small = w.tiles < kSmallTiles;
+    small = kComposes<Traits> && w.levels && w.tiles < kSmallTiles;
     tiles_ahead += w.tiles;
     ++waiting;
-    while (tiles_ahead > kSmallTiles) {
+    while (waiting > 0 && (!small || tiles_ahead > kSmallTiles)) {
       ptx::mbarrier_wait(ptx::shared_address(&control.draw[oldest.at]), oldest.parity());
       pass();
     }

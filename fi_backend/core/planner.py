@@ -58,8 +58,9 @@ class CostModel:
 
     beta: by query tile 1, 16, 32, 64, 128. granule: chunk borders are multiples of it (KV tokens).
     min_chunk: KV tokens below which a split does not pay. invariant_grid: chunk length of the
-    batch-invariant mode. share_cost: of a prefix node, for each member, beside its partial states. How the
-    figures were fitted: docs/design/log.md.
+    batch-invariant mode. share_cost: instead of part_cost, of an item of a prefix node or of a request behind
+    one. share_latency: what a composed step takes beside its work. How the figures were fitted:
+    docs/design/log.md.
     """
 
     granule: int = 64
@@ -89,12 +90,12 @@ class CostModel:
         """The fitted model of a kind of device.
 
         On a CPU the arithmetic of a tile grows with its rows, while on a GPU tensor cores hide it behind the
-        reads of the KV cache. share_cost is provisional: on a GPU, at 14.6 ns for four units, 1.5 us of a
-        multiprocessor to write, report and merge two states of a few rows; on a CPU 1.5 us of a core.
+        reads of the KV cache. A unit is 3.65 ns of a multiprocessor of an H200; share_latency is what a
+        grid of batches asked for, beside which no step became slower than its flat plan.
         """
         if device.type == "cpu":
             return cls(alpha=1, beta=(4, 5, 7, 11, 18), part_cost=256, share_cost=128)
-        return cls(alpha=10, beta=(4, 4, 4, 5, 7), part_cost=1500, share_cost=400)
+        return cls(alpha=10, beta=(4, 4, 4, 5, 7), part_cost=1500, share_cost=1500, share_latency=8000)
 
 
 @dataclass(frozen=True, slots=True)

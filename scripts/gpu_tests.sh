@@ -33,14 +33,18 @@ tests() { # name, files ...
 sanitize() { # tool, options ...
     tool=$1
     shift
+    # What one lane of a warp says for the others is a race to racecheck.
+    kernels=
+    [ "$tool" = racecheck ] && kernels=--every-lane-arrives
     command -v compute-sanitizer >/dev/null || { echo "$tool: compute-sanitizer is not on the PATH"; failed="$failed $tool"; return; }
     # Compile outside of the tool, which would follow the compilers.
-    "$PYTHON" -m pytest -q -p no:cacheprovider tests/gpu/test_cuda_attention_sanitizer.py -k append >/dev/null
+    # shellcheck disable=SC2086
+    "$PYTHON" -m pytest -q -p no:cacheprovider $kernels tests/gpu/test_cuda_attention_sanitizer.py -k append >/dev/null
     # Every tensor in an allocation of its own, so that accesses behind its end are seen.
     # shellcheck disable=SC2086
     group "$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
         compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" \
-        "$PYTHON" -m pytest -q -x -p no:cacheprovider --tb=short ${PYTEST_ARGS:-} \
+        "$PYTHON" -m pytest -q -x -p no:cacheprovider --tb=short $kernels ${PYTEST_ARGS:-} \
         tests/gpu/test_cuda_attention_sanitizer.py
 }
 

@@ -18,6 +18,21 @@ __device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// A warp arrives `times` times for all that its lanes have done before. One lane speaks for the others, which
+// the memory model allows behind __syncwarp() but race checkers do not follow: for them every lane arrives.
+#if !defined(FI_EVERY_LANE_ARRIVES)
+#define FI_EVERY_LANE_ARRIVES 0
+#endif
+inline constexpr int kArrivalsOfWarp = FI_EVERY_LANE_ARRIVES ? 32 : 1;
+__device__ __forceinline__ void mbarrier_arrive_warp(uint32_t barrier, int lane, int times = 1) {
+  __syncwarp();
+  if constexpr (FI_EVERY_LANE_ARRIVES) {
+    for (int i = 0; i < times; ++i) mbarrier_arrive(barrier);
+  } else {
+    if (lane < times) mbarrier_arrive(barrier);
+  }
+}
+
 // Waits for the phase of this parity to complete.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900

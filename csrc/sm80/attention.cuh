@@ -19,16 +19,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < Traits::kStages; ++i) {
       for (int lap = 0; lap < 2; ++lap)
         ptx::mbarrier_init(ptx::shared_address(&control.full[lap][i]), kProducers);
-      ptx::mbarrier_init(ptx::shared_address(&control.empty[i]), kConsumerWarps);
+      ptx::mbarrier_init(ptx::shared_address(&control.empty[i]), kConsumerWarps * ptx::kArrivalsOfWarp);
     }
     for (int i = 0; i < kSlots; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&control.slot_full[i]), 1);
       ptx::mbarrier_init(ptx::shared_address(&control.draw[i]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&control.slot_empty[i]), kConsumerWarps + kProducerWarps + 1);
+      ptx::mbarrier_init(ptx::shared_address(&control.slot_empty[i]),
+                         (kConsumerWarps + kProducerWarps + 1) * ptx::kArrivalsOfWarp);
     }
     for (int i = 0; i < kRowTiles; ++i) {
-      ptx::mbarrier_init(ptx::shared_address(&control.rows_full[i]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&control.rows_empty[i]), kProducerWarps);
+      ptx::mbarrier_init(ptx::shared_address(&control.rows_full[i]), ptx::kArrivalsOfWarp);
+      ptx::mbarrier_init(ptx::shared_address(&control.rows_empty[i]), kProducerWarps * ptx::kArrivalsOfWarp);
     }
   }
   __syncthreads();

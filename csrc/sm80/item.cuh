@@ -50,9 +50,8 @@ __device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, ui
     before_tile(i);
     ptx::mbarrier_wait(full_barrier(control, stage), stage.lap >> 1 & 1);
     if (has_rows) x.step(stages + stage.at * Traits::kStageBytes, kv_begin + i * Traits::kKvTile, scale);
-    __syncwarp();
     // The ring waits for as many arrivals as there are warps; a tile is read by fewer of them.
-    if (x.lane < x.members) ptx::mbarrier_arrive(ptx::shared_address(&control.empty[stage.at]));
+    ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[stage.at]), x.lane, x.members);
     stage.advance(step);
   }
 }
@@ -181,8 +180,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchCo
     if (w.unit >= 0 && !finished) arrive<Traits>(p, c, control, w, tid, shared);
     // Warps without a share must not run ahead of the ring by more than a lap.
     if (Traits::kInvariant && row_groups(w) < Traits::kMaxGroups) ptx::named_barrier(1, kConsumers);
-    __syncwarp();
-    if (tid % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.slot_empty[slot.at]));
+    ptx::mbarrier_arrive_warp(ptx::shared_address(&control.slot_empty[slot.at]), tid % 32);
     slot.advance();
   }
 }

@@ -201,13 +201,11 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
         ptx::mbarrier_wait(ptx::shared_address(&control.rows_empty[ring.at]), ring.parity() ^ 1);
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) rows[ring.at * kKvTile + half * 32 + lane] = row[half];
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.rows_full[ring.at]));
+        ptx::mbarrier_arrive_warp(ptx::shared_address(&control.rows_full[ring.at]), lane);
         ring.advance();
       }
     }
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.slot_empty[slot.at]));
+    ptx::mbarrier_arrive_warp(ptx::shared_address(&control.slot_empty[slot.at]), lane);
     slot.advance();
   }
 }
@@ -297,8 +295,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
       ptx::mbarrier_wait(ptx::shared_address(&control.rows_full[ring.at]), ring.parity());
       uint32_t found[Loader<Traits>::kSteps];
       loader.read(rows + ring.at * kKvTile, found);
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.rows_empty[ring.at]));
+      ptx::mbarrier_arrive_warp(ptx::shared_address(&control.rows_empty[ring.at]), lane);
       ring.advance();
       ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
       const uint32_t k_tile = stages + stage.at * Traits::kStageBytes;
@@ -311,8 +308,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
       if (draws && tiles - i - 1 == kDrawAhead)
         ptx::mbarrier_arrive(ptx::shared_address(&control.draw[slot.at]));
     }
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.slot_empty[slot.at]));
+    ptx::mbarrier_arrive_warp(ptx::shared_address(&control.slot_empty[slot.at]), lane);
     slot.advance();
   }
 }

@@ -173,7 +173,7 @@ struct Wide {
     __device__ __forceinline__ void release(sm80::Control& control, int lane) const {
 #pragma unroll
       for (int i = 0; i < kStep; ++i)
-        if (lane == 0 && i < count) ptx::mbarrier_arrive(ptx::shared_address(&control.empty[at(i).at]));
+        if (i < count) ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[at(i).at]), lane);
     }
   };
 

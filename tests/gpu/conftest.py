@@ -7,12 +7,17 @@ The tests of attention also run on a CPU, to check the tests themselves, with --
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import gpu_device
 import pytest
 import torch
 from gpu_specs import all_specs
 
+from fi_backend.core import kernels
+from fi_backend.core.jit import ModuleSpec
 from fi_backend.core.prepare import prepare
 from fi_backend.errors import BuildError
 
@@ -25,11 +30,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cuda",
         help="cpu: check the bodies of the attention tests without a GPU",
     )
+    parser.addoption(
+        "--every-lane-arrives",
+        action="store_true",
+        help="kernels whose synchronisation compute-sanitizer's racecheck can follow",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tell the helpers."""
     gpu_device.use(config.getoption("--gpu-tests-on", "cuda"))
+    if config.getoption("--every-lane-arrives", False):
+        kernels.cuda_attention_module = _for_race_checkers(kernels.cuda_attention_module)
+
+
+def _for_race_checkers(module: Callable[..., ModuleSpec]) -> Callable[..., ModuleSpec]:
+    """Compile attention so that every lane of a warp arrives at a barrier, see csrc/ptx/mbarrier.cuh."""
+
+    def changed(*arguments: Any) -> ModuleSpec:
+        plain = module(*arguments)
+        defines = (*plain.defines, ("FI_EVERY_LANE_ARRIVES", "1"))
+        return replace(plain, name=f"{plain.name}_every_lane", defines=defines)
+
+    return changed
 
 
 def _skip_without_a_device() -> None:

@@ -288,7 +288,7 @@ def test_a_small_step_shares_only_where_that_takes_less_time() -> None:
 
 def test_a_node_above_kept_ones_is_judged_by_what_these_would_read() -> None:
     """Two groups of eight behind a short prefix: two tiles read it as cheaply as one of their own would."""
-    step = PlanCase((), (), group=4, heads=8, num_ctas=1, costs="coarse")
+    step = PlanCase((), (), group=4, heads=8, num_ctas=1, costs="cheap levels")
     paths = tuple((0, r % 2) for r in range(16))
     runs = {(0,): 25, (0, 0): 200, (0, 1): 200}
     shared = SharedCase(

@@ -20,7 +20,7 @@ COSTS = {
     "cpu": CostModel.for_device(torch.device("cpu")),
     "fine": CostModel(granule=4, min_chunk=4, invariant_grid=8),
     "coarse": CostModel(granule=96, min_chunk=1000, part_cost=5000, invariant_grid=640, share_cost=5000),
-    "cheap levels": CostModel(granule=96, min_chunk=1000, part_cost=5000, invariant_grid=640),
+    "cheap levels": CostModel(granule=96, min_chunk=1000, part_cost=5000, invariant_grid=640, share_cost=200),
     # Sharing pays wherever it saves a key.
     "eager": CostModel(granule=16, min_chunk=16, alpha=0, beta=(1, 1, 1, 1, 1), part_cost=0, share_cost=0),
 }

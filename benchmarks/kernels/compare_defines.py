@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variants of a kernel, each a set of defines, beside each other and their peers in one process.
+
+    python benchmarks/kernels/compare_defines.py --only pre_1x8k,dec_const \\
+        --way now --way taller:FI_TILE=256,FI_STAGES=3 --peers fa3,flashinfer-decode
+
+For the time of tuning: a define that the sources do not know yet changes nothing but the module's name. Rows
+and peers are those of `fi-backend bench kernels --device cuda`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fi_backend.benchmarks.cuda import cases
+from fi_backend.benchmarks.cuda.exact import Errors, errors, sample_problem
+from fi_backend.benchmarks.cuda.fa3 import use_library
+from fi_backend.benchmarks.cuda.graphs import CapturedGraph, GraphClock
+from fi_backend.benchmarks.cuda.ours import prepare_ours
+from fi_backend.benchmarks.peers import Peer, Problem, Run
+from fi_backend.cli.bench_choice import available_peers, chosen_by_name
+from fi_backend.core import kernels
+from fi_backend.core.jit import ModuleSpec
+
+Defines = dict[str, str]
+
+
+def main() -> None:
+    """Measure and print a line a row."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="parts of the names of rows, separated by commas")
+    parser.add_argument("--way", action="append", default=[], help="NAME or NAME:DEFINE=VALUE,...; repeated")
+    parser.add_argument("--peers", default="fa3", help="names separated by commas; 'none' for none")
+    parser.add_argument("--fa3-library", type=Path)
+    parser.add_argument("--runs", type=int, default=3)
+    chosen = parser.parse_args()
+    if chosen.fa3_library:
+        use_library(chosen.fa3_library)
+    device = torch.device("cuda", torch.cuda.current_device())
+    peers = [] if chosen.peers == "none" else available_peers("cuda", chosen.peers)[0]
+    rows = chosen_by_name(cases.cases(), chosen.only)
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    clock = GraphClock(device, max(cases.layers_for(row, cache) for row in rows))
+    for row in rows:
+        layers = cases.layers_for(row, cache)
+        problem = cases.make_problem(row, layers=layers, device=device)
+        found = enter_all(row, problem, chosen.way or ["now"], peers, clock)
+        times = interleaved({name: each.captured for name, each in found.items()}, clock, layers, chosen.runs)
+        line = "  ".join(f"{name} {times[name]:.1f} ({each.errors.rms:.1e})" for name, each in found.items())
+        print(f"{row.name:<30}{line}", flush=True)
+        del problem, found
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+class Entered(NamedTuple):
+    """A captured step and how far it lies from float64."""
+
+    captured: CapturedGraph
+    errors: Errors
+
+
+def enter_all(
+    row: cases.Case, problem: Problem, ways: Sequence[str], peers: Sequence[Peer], clock: GraphClock
+) -> dict[str, Entered]:
+    """Capture every way and every peer, and check what a replay writes over NaN."""
+    layers = len(problem.layers)
+    sample = sample_problem(problem, layers - 1)
+    found: dict[str, Entered] = {}
+
+    def enter(name: str, run: Run) -> None:
+        captured = clock.capture(run, layers)
+        captured.output.fill_(float("nan"))
+        captured.replay()
+        found[name] = Entered(captured, errors(captured.output, sample))
+
+    for name, defines in map(parse_way, ways):
+        with_defines(name, defines)
+        enter(name, prepare_ours(problem).run)
+    for peer in peers:
+        try:
+            enter(peer.name, peer.prepare(problem))
+        except Exception as error:  # noqa: BLE001 - a peer that cannot take the row is left out
+            print(f"{row.name}: {peer.name}: {type(error).__name__}: {str(error)[:100]}")
+    return found
+
+
+def parse_way(text: str) -> tuple[str, Defines]:
+    """Return the name and the defines of `--way`."""
+    name, _, rest = text.partition(":")
+    return name, dict(each.split("=", 1) for each in rest.split(",") if each)
+
+
+_plain = kernels.cuda_attention_module
+
+
+def with_defines(name: str, defines: Defines) -> None:
+    """Compile attention with these defines from here on."""
+
+    def module(*arguments: Any) -> ModuleSpec:
+        plain = _plain(*arguments)
+        kept = tuple((key, value) for key, value in plain.defines if key not in defines)
+        return (
+            replace(plain, name=f"{plain.name}_{name}", defines=(*kept, *defines.items()))
+            if defines
+            else plain
+        )
+
+    kernels.cuda_attention_module = module
+
+
+def interleaved(
+    graphs: dict[str, CapturedGraph], clock: GraphClock, layers: int, runs: int
+) -> dict[str, float]:
+    """Return the median microseconds of a layer, each measured once a run."""
+    spacers = clock.capture_spacers(layers)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for run in range(runs):
+        spacer = spacers.time_us()
+        for name in graphs if run % 2 else reversed(graphs):
+            times[name].append((graphs[name].time_us() - spacer) / layers)
+    return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one layer of a row of `bench kernels --device cuda` three times, for a profiler: one_call.py ROW."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from fi_backend.benchmarks.cuda import cases
+from fi_backend.benchmarks.cuda.ours import prepare_ours
+
+if __name__ == "__main__":
+    [row] = [case for case in cases.cases() if case.name == sys.argv[1]]
+    problem = cases.make_problem(row, layers=2, device=torch.device("cuda", torch.cuda.current_device()))
+    run = prepare_ours(problem).run
+    for call in range(3):
+        run(call % 2)
+    torch.cuda.synchronize()

@@ -166,12 +166,12 @@ def test_text_shows_the_numbers(tmp_path: Path) -> None:
 
 
 def prefix_step() -> Step:
-    """32 decoding requests behind one text of 200 pages, in four groups of 50 more."""
-    group = [list(range(1000 * g, 1000 * g + 50)) for g in range(1, 5)]
-    rows = [[*range(200), *group[r % 4], 6000 + 2 * r, 6001 + 2 * r] for r in range(32)]
+    """32 decoding requests behind one text of 2000 pages, in four groups of 500 more."""
+    group = [list(range(2000 * g, 2000 * g + 500)) for g in range(1, 5)]
+    rows = [[*range(2000), *group[r % 4], 10_000 + 2 * r, 10_001 + 2 * r] for r in range(32)]
     return Step(
         qo_indptr=np.arange(33),
-        kv_lens=np.full(32, 250 * 16 + 20),
+        kv_lens=np.full(32, 2500 * 16 + 20),
         page_size=16,
         num_qo_heads=32,
         num_kv_heads=8,
@@ -184,16 +184,16 @@ def test_prefixes_as_text(tmp_path: Path) -> None:
     out = RUN.invoke(app, ["explain", "--step", str(tmp_path / "step.json"), "--prefix"]).stdout
     assert "Block-sparse" not in out
     assert "CTA loads" not in out
-    # 31 copies of 3200 tokens, and 7 of 800 in each group.
-    assert "121600 of 128640 KV tokens are shared copies (95%)" in out
-    assert re.search(r"● 32 requests × 3200 tokens \(requests 0-31\) by 1 tile$", out, re.MULTILINE)
+    # 31 copies of 32000 tokens, and 7 of 8000 in each group.
+    assert "1216000 of 1280640 KV tokens are shared copies (95%)" in out
+    assert re.search(r"● 32 requests × 32000 tokens \(requests 0-31\) by 1 tile$", out, re.MULTILINE)
     assert re.search(
-        r"● 8 requests × 800 tokens \(requests 0, 4, 8, 12, 16, 20, …\) by 1 tile$", out, re.MULTILINE
+        r"● 8 requests × 8000 tokens \(requests 0, 4, 8, 12, 16, 20, …\) by 1 tile$", out, re.MULTILINE
     )
     assert "16 tokens (request 3)" in out
-    assert "read for each KV head: 128640 KV tokens flat, 7040 with 5 levels (95% less)" in out
+    assert "read for each KV head: 1280640 KV tokens flat, 64640 with 5 levels (95% less)" in out
     # 2 * 128 elements of two bytes and 8 KV heads are 4096 bytes a token.
-    assert "527 MB flat, 28.8 MB with levels; 498 MB saved" in out
+    assert "5.25 GB flat, 265 MB with levels; 4.98 GB saved" in out
 
 
 def test_prefixes_that_do_not_pay_or_may_not(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_prefixes_that_do_not_pay_or_may_not(tmp_path: Path) -> None:
     save_step(tmp_path / "step.json", replace(prefix_step(), window_left=100))
     out = RUN.invoke(app, ["explain", "--step", str(tmp_path / "step.json"), "--prefix"]).stdout
     assert "nothing is read once: window_left: " in out
-    assert "○ 32 requests × 3200 tokens" in out
+    assert "○ 32 requests × 32000 tokens" in out
     assert "needs page ids" in RUN.invoke(app, ["explain", "--kv-lens", "9,9", "--prefix"]).stdout
 
 

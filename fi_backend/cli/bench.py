@@ -12,14 +12,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fi_backend.cli.bench_choice import available_peers, chosen_by_name
+from fi_backend.cli.bench_serve import report, serve
 from fi_backend.cli.shell import InputError, console, error_console, integers, write_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 bench = typer.Typer(
-    help="Measure planning and kernels on this machine.", rich_markup_mode=None, add_completion=False
+    help="Measure planning, kernels and whole engines on this machine.",
+    rich_markup_mode=None,
+    add_completion=False,
 )
+for command in (serve, report):
+    bench.command()(command)
 _Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
 
 

@@ -36,7 +36,7 @@ class Server:
         self,
         name: str,
         command: Sequence[str],
-        model: Path,
+        model: Path | str,
         *,
         environment: dict[str, str],
         log: Path,
@@ -155,7 +155,7 @@ class VllmServer(Server):
     model: folder; arguments: more of the command line; settings: as for a Server.
     """
 
-    def __init__(self, model: Path, arguments: Sequence[str], **settings: Any) -> None:
+    def __init__(self, model: Path | str, arguments: Sequence[str], **settings: Any) -> None:
         script = Path(sys.executable).with_name("vllm")
         program = [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
         super().__init__("vllm serve", [*program, "serve", str(model), *arguments], model, **settings)
@@ -167,7 +167,7 @@ class SglangServer(Server):
     model: folder; arguments: more of the command line; settings: as for a Server.
     """
 
-    def __init__(self, model: Path, arguments: Sequence[str], **settings: Any) -> None:
+    def __init__(self, model: Path | str, arguments: Sequence[str], **settings: Any) -> None:
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *arguments]
         super().__init__("sglang.launch_server", command, model, **settings)
 

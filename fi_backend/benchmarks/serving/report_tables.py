@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of the report: sustained rates, every measurement, how it was made."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+_Record = Mapping[str, Any]
+
+
+def summary(record: _Record) -> str:
+    """Return the table of what each back end sustained and how long its engine took to start."""
+    best = max((_sustained(each) or 0.0 for each in record["backends"]), default=0.0)
+    rows = []
+    for backend in record["backends"]:
+        rate, found = _sustained(backend), backend["sustained"] or {}
+        failed = found.get("failed")
+        rows.append(
+            [
+                escape(backend["name"]),
+                "none" if rate is None else f"<b>{rate:g}/s</b>",
+                f"{rate / best:.2f}" if rate and best else "–",
+                "–" if failed is None else f"{failed:g}/s",
+                escape(found.get("how", "–")),
+                "–" if backend["ready_s"] is None else f"{backend['ready_s']:g} s",
+            ]
+        )
+    objectives = ", ".join(
+        f"P{each['percent']} {_NAMES[each['metric']]} ≤ {each['limit_ms']:g} ms"
+        for each in record["objectives"]
+    )
+    heads = (
+        "back end",
+        "highest rate held",
+        "of the best",
+        "lowest not held",
+        "found by",
+        "engine ready after",
+    )
+    return f"<p>Objectives: {escape(objectives or 'none')}.</p>{_table(heads, rows)}"
+
+
+def measurements(record: _Record) -> str:
+    """Return the table of all rates; brackets are 95 % bootstrap bounds."""
+    heads = (
+        *(
+            "back end",
+            "rate",
+            "requests",
+            "errors",
+            "TTFT P50, ms",
+            "TTFT P99, ms",
+            "ITL P50, ms",
+            "ITL P99, ms",
+        ),
+        *("goodput", "tokens/s", "send lag P99, ms", "loop lag P99, ms", "within objectives"),
+    )
+    rows = []
+    for backend in record["backends"]:
+        for row in sorted(backend["points"], key=lambda each: float(each["rate"])):
+            verdict = '<span class="yes">yes</span>' if row["holds"] else '<span class="no">no</span>'
+            stopped = ' <span class="bounds">stopped early</span>' if row["stopped_early"] else ""
+            rows.append(
+                [
+                    escape(backend["name"]),
+                    f"{row['rate']:g}/s",
+                    f"{row['requests']} in {row['runs']}",
+                    str(row["errors"]),
+                    *(_bounded(row[m][p]) for m in ("ttft_ms", "itl_ms") for p in ("p50", "p99")),
+                    f"{row['goodput_per_s']:g}/s",
+                    f"{row['output_tokens_per_s']:g}",
+                    *(_lag(row[name]) for name in ("lag_ms", "loop_lag_ms")),
+                    verdict + stopped,
+                ]
+            )
+    return (
+        _table(heads, rows) + '<p class="bounds">In brackets: 95 % bootstrap bounds over pooled requests.</p>'
+    )
+
+
+def details(record: _Record) -> str:
+    """Return how the record was made: date, host, versions, settings, commands."""
+    versions = ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
+    settings = ", ".join(f"{name} {value}" for name, value in record["settings"].items())
+    entries = [
+        ("date", record.get("date", "")),
+        ("host", record.get("host", record.get("gpu", ""))),
+        ("versions", versions),
+        ("command", record.get("command", "")),
+        ("settings", settings),
+    ]
+    entries += [
+        (f"server of {each['name']}", shlex.join(map(str, each["command"]))) for each in record["backends"]
+    ]
+    listed = "".join(
+        f"<dt>{escape(name)}</dt><dd><code>{escape(str(text))}</code></dd>" for name, text in entries
+    )
+    return f"<details><summary>How this was made</summary><dl>{listed}</dl></details>"
+
+
+_NAMES = {"ttft_ms": "time to first token", "itl_ms": "time between tokens"}
+
+
+def _sustained(backend: Mapping[str, Any]) -> float | None:
+    rate = (backend["sustained"] or {}).get("rate")
+    return None if rate is None else float(rate)
+
+
+def _bounded(triple: Sequence[float | None]) -> str:
+    value, low, high = triple
+    if value is None:
+        return "–"
+    bounds = "" if low is None else f' <span class="bounds">[{low:.4g}, {high:.4g}]</span>'
+    return f"{value:.4g}{bounds}"
+
+
+def _lag(spread: Mapping[str, float] | None) -> str:
+    return "–" if spread is None else f"{spread['p99']:.3g}"
+
+
+def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(each)}</th>" for each in heads)
+    body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'

@@ -10,8 +10,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from demo_sglang import SETTINGS, STUBS
+from demo_sglang import STUBS
 
+SETTINGS = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRITON_INTERPRET": "1",  # its allocator of pages is a Triton kernel
+    "OMP_NUM_THREADS": "1",
+}
 SERVER: dict[str, Any] = {
     "max_prefill_tokens": 256,
     "chunked_prefill_size": 128,

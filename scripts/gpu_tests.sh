@@ -35,7 +35,7 @@ sanitize() { # tool, options ...
     shift
     # What one lane of a warp says for the others is a race to racecheck.
     kernels=
-    [ "$tool" = racecheck ] && kernels=--every-lane-arrives
+    [ "$tool" = racecheck ] && kernels="--kernel-define FI_EVERY_LANE_ARRIVES=1"
     command -v compute-sanitizer >/dev/null || { echo "$tool: compute-sanitizer is not on the PATH"; failed="$failed $tool"; return; }
     # Compile outside of the tool, which would follow the compilers.
     # shellcheck disable=SC2086

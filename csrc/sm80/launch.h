@@ -5,10 +5,20 @@
 #include "../core/fast_divide.h"
 #include "../core/params.h"
 
+// Whole tiles come by the copy engine where pages allow (sm_90a).
+#if !defined(FI_TMA)
+#define FI_TMA 0
+#endif
+#if FI_TMA
+#include "../sm90/tensor_maps.h"
+#endif
+
 namespace fi::sm80 {
 
 // Stands for the row of a key that is not read.
 inline constexpr uint32_t kNoRow = 0xffffffff;
+// In the last place of a tile's rows: all its keys exist, and the first places hold the pages of its boxes.
+inline constexpr uint32_t kWholeTile = 0xfffffffe;
 
 // What the launcher derives from the parameters.
 struct LaunchConstants {
@@ -19,6 +29,11 @@ struct LaunchConstants {
   int64_t k_page_bytes, v_page_bytes, k_head_bytes, v_head_bytes, k_token_bytes, v_token_bytes;
   // K and V have the same strides, and a row's distance from the first one fits into 32 bits of 16 bytes.
   bool one_offset;
+#if FI_TMA
+  int box_keys;  // keys of a page in one box; 0: rows are gathered
+  bool k_heads_first, v_heads_first;
+  CUtensorMap k_map, v_map;
+#endif
 };
 
 // Loads the kernel on the current device, which a capture must not do; launch() does it where it is not done.

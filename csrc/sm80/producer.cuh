@@ -4,6 +4,8 @@
 // never pauses.
 #pragma once
 #include "../ptx/cp_async.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/wgmma.cuh"
 #include "work.cuh"
 
 namespace fi::sm80 {
@@ -179,7 +181,7 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
       for (int j = 0; j < kBatch; ++j) {
         if (tile + j >= tiles) break;
         bool fault = false;
-        uint32_t row[kHalves];
+        uint32_t row[kHalves], page[kHalves];
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
           int64_t x = found[j][half];
@@ -190,7 +192,7 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
           const uint32_t in_page = uint32_t(key - c.page_size.divide(key) * c.page_size.divisor);
           const bool inside = x < last || (x == last && int(in_page) < p.level.last_page_size);
           fault |= x >= 0 && !inside;
-          row[half] = uint32_t(x);
+          row[half] = page[half] = uint32_t(x);
           if (c.one_offset) row[half] = uint32_t(x) * page_step + in_page * token_step;
           if (x < 0 || !inside) row[half] = kNoRow;
         }
@@ -199,8 +201,22 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
           atomicOr(p.counters + kFaults, kFaultPages);
         }
         ptx::mbarrier_wait(ptx::shared_address(&control.rows_empty[ring.at]), ring.parity() ^ 1);
+#if FI_TMA
+        bool exists = true;
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) rows[ring.at * kKvTile + half * 32 + lane] = row[half];
+        for (int half = 0; half < kHalves; ++half) exists = exists && row[half] != kNoRow;
+        const int first_key = kv_begin + (tile + j) * kKvTile;
+        if (c.box_keys > 0 && first_key % c.box_keys == 0 && __all_sync(~0u, exists)) {
+#pragma unroll
+          for (int half = 0; half < kHalves; ++half) {
+            const int at = half * 32 + lane;
+            if (at % c.box_keys == 0) rows[ring.at * kKvTile + at / c.box_keys] = page[half];
+          }
+          if (lane == 31) rows[ring.at * kKvTile + kKvTile - 1] = kWholeTile;
+        } else
+#endif
+#pragma unroll
+          for (int half = 0; half < kHalves; ++half) rows[ring.at * kKvTile + half * 32 + lane] = row[half];
         ptx::mbarrier_arrive_warp(ptx::shared_address(&control.rows_full[ring.at]), lane);
         ring.advance();
       }
@@ -264,6 +280,34 @@ struct Loader {
     }
   }
 
+#if FI_TMA
+  // A tile whose keys all exist, box by box: every lane of one warp starts the copies of some. `page` is that
+  // of box lane % boxes.
+  __device__ __forceinline__ void copy_boxes(uint32_t page, int first, int kv_head, uint32_t tile,
+                                             uint32_t barrier) const {
+    constexpr int kKColumns = (Traits::kKChunks + 7) / 8, kVColumns = (Traits::kVChunks + 7) / 8;
+    constexpr int kElements = kRowBytes / int(sizeof(typename Traits::TKV));
+    if (warp > 0 || lane > 0)
+      ptx::mbarrier_arrive(barrier);
+    else
+      ptx::mbarrier_arrive_expect(barrier, Traits::kStageBytes);
+    if (warp > 0) return;
+    // What the stage held before came through the generic proxy, or was read through it.
+    ptx::fence_async_shared();
+    __syncwarp();
+    const int boxes = kKvTile / c.box_keys, token = first - c.page_size.divide(first) * c.page_size.divisor;
+    for (int i = lane; i < boxes * (kKColumns + kVColumns); i += 32) {
+      const int box = i % boxes, column = i / boxes;
+      const bool keys = column < kKColumns;
+      const int at = keys ? column : column - kKColumns;
+      const uint32_t to = tile + (keys ? 0 : Traits::kKBytes) + (at * kKvTile + box * c.box_keys) * kRowBytes;
+      const bool heads_first = keys ? c.k_heads_first : c.v_heads_first;
+      ptx::copy_box(to, keys ? &c.k_map : &c.v_map, barrier, at * kElements, heads_first ? kv_head : token,
+                    heads_first ? token : kv_head, int(page));
+    }
+  }
+#endif
+
   template <int kChunks>
   __device__ __forceinline__ void copy_row(uint32_t to, const char* from, uint32_t bytes) const {
 #pragma unroll
@@ -295,15 +339,27 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
       ptx::mbarrier_wait(ptx::shared_address(&control.rows_full[ring.at]), ring.parity());
       uint32_t found[Loader<Traits>::kSteps];
       loader.read(rows + ring.at * kKvTile, found);
+#if FI_TMA
+      const bool whole = c.box_keys > 0 && rows[ring.at * kKvTile + kKvTile - 1] == kWholeTile;
+      const uint32_t page = whole ? rows[ring.at * kKvTile + lane % (kKvTile / c.box_keys)] : 0;
+#endif
       ptx::mbarrier_arrive_warp(ptx::shared_address(&control.rows_empty[ring.at]), lane);
       ring.advance();
       ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
       const uint32_t k_tile = stages + stage.at * Traits::kStageBytes;
-      if (c.one_offset)
+#if FI_TMA
+      if (whole)
+        loader.copy_boxes(page, kv_begin + i * kKvTile, w.kv_head, k_tile, full_barrier(control, stage));
+      else
+#endif
+          if (c.one_offset)
         loader.template copy<true>(found, kv_begin + i * kKvTile, k_tile, k_tile + Traits::kKBytes);
       else
         loader.template copy<false>(found, kv_begin + i * kKvTile, k_tile, k_tile + Traits::kKBytes);
-      ptx::mbarrier_arrive_after_copies(full_barrier(control, stage));
+#if FI_TMA
+      if (!whole)
+#endif
+        ptx::mbarrier_arrive_after_copies(full_barrier(control, stage));
       stage.advance();
       if (draws && tiles - i - 1 == kDrawAhead)
         ptx::mbarrier_arrive(ptx::shared_address(&control.draw[slot.at]));

@@ -7,7 +7,7 @@ The tests of attention also run on a CPU, to check the tests themselves, with --
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,26 +31,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="cpu: check the bodies of the attention tests without a GPU",
     )
     parser.addoption(
-        "--every-lane-arrives",
-        action="store_true",
-        help="kernels whose synchronisation compute-sanitizer's racecheck can follow",
+        "--kernel-define",
+        action="append",
+        default=[],
+        help="NAME=VALUE for the attention kernels under test; FI_EVERY_LANE_ARRIVES=1: racecheck can follow",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tell the helpers."""
     gpu_device.use(config.getoption("--gpu-tests-on", "cuda"))
-    if config.getoption("--every-lane-arrives", False):
-        kernels.cuda_attention_module = _for_race_checkers(kernels.cuda_attention_module)
+    if defines := config.getoption("--kernel-define", []):
+        chosen = [tuple(text.split("=", 1)) for text in defines]
+        kernels.cuda_attention_module = _with_defines(kernels.cuda_attention_module, chosen)
 
 
-def _for_race_checkers(module: Callable[..., ModuleSpec]) -> Callable[..., ModuleSpec]:
-    """Compile attention so that every lane of a warp arrives at a barrier, see csrc/ptx/mbarrier.cuh."""
+def _with_defines(
+    module: Callable[..., ModuleSpec], defines: Sequence[tuple[str, ...]]
+) -> Callable[..., ModuleSpec]:
+    """Compile attention in modules of their own with further defines."""
+    suffix = "_".join("_".join(define) for define in defines).lower()
 
     def changed(*arguments: Any) -> ModuleSpec:
         plain = module(*arguments)
-        defines = (*plain.defines, ("FI_EVERY_LANE_ARRIVES", "1"))
-        return replace(plain, name=f"{plain.name}_every_lane", defines=defines)
+        return replace(plain, name=f"{plain.name}_{suffix}", defines=(*plain.defines, *defines))
 
     return changed
 

@@ -13,40 +13,10 @@ import time
 from pathlib import Path
 
 from fi_backend import env
-from fi_backend.core.counters import ProcessStats, read_stats, total
-from models import copy_llama
-from serving import Server, ServerError, VllmServer
-
-SENTENCE = "Six jolly wizards vexed pugnacious fbi men; zebras, quokkas and lynxes watch.\n"
-CUE = "Six jolly"
-ENGINE_ARGUMENTS = (
-    *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "4"),
-    *("--max-num-batched-tokens", "1024", "--block-size", "16", "--kv-cache-memory-bytes", "16777216"),
-)
-
-
-def prompt_with_answer() -> tuple[str, str]:
-    """Return a long prompt that ends with the beginning of a sentence it holds, and the sentence's rest."""
-    capitals = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-    before, after = (
-        copy_llama.text_without_repeats(1200, seed, alphabet=capitals).decode() for seed in (1, 2)
-    )
-    return f"{before}\n{SENTENCE}{after}\n{CUE}", SENTENCE[len(CUE) :]
-
-
-def verdict(answer: str, expected: str, stats: ProcessStats, *, engine: str = "vLLM") -> tuple[bool, str]:
-    """Return whether the run is a success, and the line that says so or why not."""
-    if not stats.attention_calls:
-        return False, f"back end fi served no attention call: {engine} fell back to another back end"
-    served = (
-        f"back end fi served {stats.attention_calls} attention calls "
-        f"({stats.layers} layers x {stats.steps} steps)"
-    )
-    if stats.attention_calls != stats.layers * stats.steps:
-        return False, f"{served}, expected {stats.layers * stats.steps}"
-    if answer != expected:
-        return False, f"{served}; answer wrong: expected {expected!r}, got {answer!r}"
-    return True, f"{served}; answer correct"
+from fi_backend.benchmarks.models import copy_llama
+from fi_backend.benchmarks.serving.known_answer import CUE, VLLM_ARGUMENTS, prompt_with_answer, verdict
+from fi_backend.benchmarks.serving.server import Server, ServerError, VllmServer
+from fi_backend.core.counters import read_stats, total
 
 
 def main() -> int:
@@ -58,7 +28,7 @@ def main() -> int:
         print(f"model: copy-llama, 2 layers, made in {model}", flush=True)
         server = VllmServer(
             model,
-            ["--attention-backend", "fi", *ENGINE_ARGUMENTS],
+            ["--attention-backend", "fi", *VLLM_ARGUMENTS],
             environment=env.child_environment(HF_HUB_OFFLINE="1", FI_BACKEND_STATS_DIR=str(stats_dir)),
             log=root / "vllm.log",
             progress=Progress("vLLM"),

@@ -15,23 +15,12 @@ from pathlib import Path
 
 import demo
 from fi_backend import env
-from models import copy_llama
-from serving import SglangServer
+from fi_backend.benchmarks.models import copy_llama
+from fi_backend.benchmarks.serving.known_answer import SGLANG_ARGUMENTS, SGLANG_CPU_VARIABLES
+from fi_backend.benchmarks.serving.server import SglangServer
 
 # Stand-ins for what SGLang imports and no index has for a CPU.
 STUBS = Path(__file__).resolve().parents[1] / "tests" / "sglang_stubs"
-SETTINGS = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRITON_INTERPRET": "1",  # its allocator of pages is a Triton kernel
-    "OMP_NUM_THREADS": "1",
-}
-ENGINE_ARGUMENTS = (
-    *("--device", "cpu", "--attention-backend", "fi", "--dtype", "bfloat16", "--page-size", "16"),
-    *("--context-length", "4096", "--max-running-requests", "4", "--max-total-tokens", "16384"),
-    *("--chunked-prefill-size", "1024", "--disable-cuda-graph", "--mem-fraction-static", "0.3"),
-    *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--skip-server-warmup"),
-)
 
 
 def main() -> int:
@@ -44,9 +33,12 @@ def main() -> int:
         path = os.pathsep.join([str(STUBS), *filter(None, [os.environ.get("PYTHONPATH")])])
         server = SglangServer(
             model,
-            ENGINE_ARGUMENTS,
+            ["--attention-backend", "fi", "--device", "cpu", *SGLANG_ARGUMENTS],
             environment=env.child_environment(
-                **SETTINGS, PYTHONPATH=path, FI_BACKEND_STATS_DIR=str(stats_dir)
+                **SGLANG_CPU_VARIABLES,
+                HF_HUB_OFFLINE="1",
+                PYTHONPATH=path,
+                FI_BACKEND_STATS_DIR=str(stats_dir),
             ),
             log=root / "sglang.log",
             progress=demo.Progress("SGLang"),

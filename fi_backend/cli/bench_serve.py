@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from fi_backend.benchmarks.serving.model import ServedModel
     from fi_backend.benchmarks.serving.session import Settings
 
-_H200_CTAS = 132
-
 
 def serve(
     arguments: Annotated[
@@ -58,7 +56,9 @@ def serve(
     seed: Annotated[int, typer.Option(help="Of lengths, times and tokens.")] = 0,
     max_len: Annotated[int, typer.Option(help="Tokens of the longest prompt and answer together.")] = 8192,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    ctas: Annotated[int, typer.Option(help="CTAs over which sampled steps are balanced.")] = _H200_CTAS,
+    ctas: Annotated[
+        int | None, typer.Option(help="CTAs over which sampled steps are balanced (default: the device's).")
+    ] = None,
     start_timeout: Annotated[float, typer.Option(help="Seconds that the engine may take to start.")] = 900.0,
     out: Annotated[Path, typer.Option(help="Folder for report, records and logs.")] = Path("serving"),
 ) -> None:
@@ -66,7 +66,7 @@ def serve(
     options.check_engine(engine)
     for option, value, low in (
         *(("--requests", requests, 2), ("--runs", runs, 1), ("--max-len", max_len, 2)),
-        *(("--warm-up", warm_up, 1), ("--ctas", ctas, 1), ("--seed", seed, 0)),
+        *(("--warm-up", warm_up, 1), ("--ctas", 1 if ctas is None else ctas, 1), ("--seed", seed, 0)),
     ):
         if value < low:
             raise InputError(f"{option}: expected >= {low}; got {value}")
@@ -101,7 +101,7 @@ def serve(
         settings=settings,
         max_len=max_len,
         cpu=cpu,
-        ctas=ctas,
+        ctas=ctas or options.device_ctas(cpu),
         arguments=arguments or [],
         out=out,
     )

@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fi_backend import env
+from fi_backend.cli import serve_options
 from fi_backend.cli.probes.engines import Engine, probe_engines
 from fi_backend.cli.probes.host import Host, probe_host
 from fi_backend.cli.probes.runtime import Runtime, probe_runtime
 from fi_backend.cli.probes.tools import ModuleCache, Tool, probe_cache, probe_tools, probe_variables
 from fi_backend.cli.shell import BROKEN_ENVIRONMENT, error_console, print_json
+
+if TYPE_CHECKING:
+    from fi_backend.benchmarks.serving.known_answer import Served
 
 _SHOWN = 6
 
@@ -22,7 +26,8 @@ _SHOWN = 6
 class Report:
     """Everything that doctor found.
 
-    problems: what keeps the package from working, with advice; notes: what may surprise.
+    problems: what keeps the package from working, with advice; notes: what may surprise. served: what came
+    of the request with a known answer, if one was asked for.
     """
 
     host: Host
@@ -33,6 +38,7 @@ class Report:
     variables: list[dict[str, str | None]]
     problems: list[str]
     notes: list[str]
+    served: Served | None = None
 
     @property
     def usable(self) -> bool:
@@ -44,10 +50,21 @@ class Report:
         return {"usable": self.usable, **asdict(self)}
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    engine: Annotated[
+        str | None, typer.Option(help="Also serve one request with a known answer: vllm or sglang.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where --engine serves: auto, cpu or cuda.")] = "auto",
+) -> None:
     """Show what is here: devices, compilers, modules, engines, plug-ins; exit 1 if something is missing."""
+    if engine is not None:
+        serve_options.check_engine(engine, client=False)
+    cpu = engine is None or serve_options.runs_on_cpu(device)
     with error_console().status("looking at torch, compilers and engines"):
         report = examine()
+    if engine is not None and report.usable:
+        report = _with_answer(report, engine, cpu)
     if as_json:
         print_json(report.document())
     else:
@@ -56,6 +73,20 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         print_report(report)
     if not report.usable:
         raise typer.Exit(BROKEN_ENVIRONMENT)
+
+
+def _with_answer(report: Report, engine: str, cpu: bool) -> Report:
+    """Serve a request whose answer is known; a failure becomes a problem."""
+    from fi_backend.benchmarks.serving.known_answer import serve_known_answer
+
+    with error_console().status(f"starting {engine}") as status:
+        served = serve_known_answer(
+            engine,
+            cpu=cpu,
+            progress=lambda seconds, line: status.update(f"starting {engine}, {seconds:.0f} s  {line[:80]}"),
+        )
+    problems = [] if served.ok else [f"{engine} did not serve the known answer: {served.detail}"]
+    return replace(report, served=served, problems=[*report.problems, *problems])
 
 
 def examine() -> Report:

@@ -22,7 +22,13 @@ def print_report(report: Report) -> None:
     table.add_column()
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for mark, name, text in [*_machine(report), *_building(report), *_engines(report), *_variables(report)]:
+    for mark, name, text in [
+        *_machine(report),
+        *_building(report),
+        *_engines(report),
+        *_served(report),
+        *_variables(report),
+    ]:
         table.add_row(mark, name, Text(text))
     console().print(table)
     for problem in report.problems:
@@ -103,6 +109,17 @@ def _engine(engine: Engine) -> list[_Row]:
     more = [f"  … {len(lines) - _DETAIL_LINES} more"] if len(lines) > _DETAIL_LINES else []
     detail = "\n".join(lines[:_DETAIL_LINES] + more)
     return [*rows, (mark, f"{engine.name} plug-in", f"{engine.plugin}: {detail}")]
+
+
+def _served(report: Report) -> list[_Row]:
+    served = report.served
+    if served is None:
+        return []
+    times = (
+        "" if served.answer_s is None else f"; ready after {served.ready_s} s, answer in {served.answer_s} s"
+    )
+    detail = served.detail.splitlines()[0] if served.detail else ""
+    return [(_GOOD if served.ok else _BAD, f"{served.engine} serves", f"{detail}{times}")]
 
 
 def _variables(report: Report) -> list[_Row]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,11 +59,12 @@ def rates(text: str) -> tuple[float, ...]:
     return tuple(values)
 
 
-def check_engine(engine: str) -> None:
-    """Raise InputError unless `engine` is one that can be started here, and the client's library is here."""
+def check_engine(engine: str, *, client: bool = True) -> None:
+    """Raise InputError unless `engine` and, for the load generator, its library are installed here."""
     if engine not in ("vllm", "sglang"):
         raise InputError(f"--engine: expected vllm or sglang; got {engine!r}")
-    for module, remedy in ((engine, f"'fi-backend[{engine}]'"), ("aiohttp", "'fi-backend[bench]'")):
+    needed = [(engine, f"'fi-backend[{engine}]'"), *([("aiohttp", "'fi-backend[bench]'")] if client else [])]
+    for module, remedy in needed:
         if importlib.util.find_spec(module) is None:
             raise InputError(
                 f"--engine: expected {module} in this environment; it is not installed. "
@@ -79,6 +81,15 @@ def runs_on_cpu(device: str) -> bool:
     import torch
 
     return not torch.cuda.is_available()
+
+
+def device_ctas(cpu: bool) -> int:
+    """Return how many workers share a step: cores of the CPU, multiprocessors of the GPU."""
+    import torch
+
+    if cpu or not torch.cuda.is_available():
+        return os.cpu_count() or 1
+    return int(torch.cuda.get_device_properties(0).multi_processor_count)
 
 
 def output_folder(path: Path) -> Path:

@@ -30,6 +30,7 @@ def _section(record: _Record) -> str:
     backends = record["backends"]
     names = [each["name"] for each in backends]
     heading = f"{record['engine']} · {record['model']} · {record['workload']}"
+    where = f"{record.get('host', record.get('gpu', ''))}, {record.get('date', '')[:10]}"
     key = legend(
         [(index, False, f"{name}, P99") for index, name in enumerate(names)]
         + [(index, True, f"{name}, P50") for index, name in enumerate(names)]
@@ -51,7 +52,8 @@ def _section(record: _Record) -> str:
         if each["failed"]
     )
     return (
-        f"<section>\n<h2>{escape(heading)}</h2>\n{summary(record)}\n{failures}\n"
+        f'<section>\n<h2>{escape(heading)}</h2>\n<p class="none">{escape(where)}</p>\n'
+        f"{summary(record)}\n{failures}\n"
         f'<div class="charts">\n{figures}\n</div>\n{measurements(record)}\n{details(record)}\n</section>'
     )
 
@@ -133,37 +135,24 @@ def _kv(record: _Record) -> Iterator[tuple[str, str, str]]:
 
 
 def _balance(record: _Record) -> Iterator[tuple[str, str, str]]:
-    groups = []
+    """Largest load over the mean in sampled decode steps, for each back end of ours."""
     for index, backend in enumerate(record["backends"]):
-        for row in _rows(backend):
-            if found := row.get("balance"):
-                bars = [
-                    (
-                        index,
-                        each["max_over_mean"],
-                        f"{each['requests']} requests, {each['kv_tokens']} KV tokens",
-                    )
-                    for each in found["steps"]
-                ]
-                groups.append((f"{row['rate']:g}/s", bars))
-        if groups:
-            title = f"Balance of {found_ctas(record)} CTAs in sampled steps"
-            yield (
-                title,
-                legend([(index, False, backend["name"])]),
-                bar_chart(groups, y_label="largest load / mean"),
+        rows = [row for row in _rows(backend) if row["fi"] is not None and row.get("balance")]
+        groups = [
+            (
+                f"{row['rate']:g}/s",
+                [(index, each["max_over_mean"], _step_note(each)) for each in row["balance"]["steps"]],
             )
-            return
+            for row in rows
+        ]
+        if groups:
+            title = f"Balance over {rows[0]['balance']['num_ctas']} CTAs in sampled steps, {backend['name']}"
+            key = legend([(index, False, "a bar for each step; 1 is perfect")])
+            yield title, key, bar_chart(groups, y_label="largest load / mean load")
 
 
-def found_ctas(record: _Record) -> int:
-    """Return over how many CTAs the sampled steps were planned."""
-    return next(
-        int(row["balance"]["num_ctas"])
-        for backend in record["backends"]
-        for row in backend["points"]
-        if row.get("balance")
-    )
+def _step_note(step: Mapping[str, Any]) -> str:
+    return f"{step['max_over_mean']:g}: {step['requests']} requests, {step['kv_tokens']} KV tokens"
 
 
 def _rows(backend: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -11,7 +11,7 @@ STYLE = """\
   #343a42;
   --bad: #ff897d; --good: #6fd8a3; --s0: #56b4e9; --s1: #ff8c42; --s2: #2fd0a0; --s3: #e6a3c8; --s4:
   #f0c419; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1180px;
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1400px;
   margin: 0 auto; padding: 1.5rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap:
@@ -33,7 +33,7 @@ figcaption { font-weight: 600; }
   padding: 0;
   font-size: 13px; } .key { width: 26px; height: 8px; vertical-align: middle; }
 .table { overflow-x: auto; margin: 1rem 0; } table { border-collapse: collapse; font-size: 14px; }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space:
+th, td { padding: .25rem .55rem; border-bottom: 1px solid var(--line); text-align: right; white-space:
   nowrap; }
 th:first-child, td:first-child { text-align: left; } th { color: var(--dim); font-weight: 600; }
 .bounds { color: var(--dim); font-size: 12px; } .yes { color: var(--good); } .no, .failed { color:

@@ -18,7 +18,7 @@ CXX_FILES = $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -na
 export FI_BACKEND_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache
 
 .NOTPARALLEL:
-.PHONY: help demo demo-sglang test test-vllm-versions test-sglang test-isa test-cuda-all test-gpu lint format wheel modules setup clean
+.PHONY: help docs demo demo-sglang test test-vllm-versions test-sglang test-isa test-cuda-all test-gpu lint format wheel modules setup clean
 
 help:
 	@echo "make demo     serve a small model with vLLM on fi and check its answer"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-gpu  the tests that need a GPU, also under compute-sanitizer"
 	@echo "make lint     ruff, mypy, clang-format"
 	@echo "make format   rewrite the sources in the project's format"
+	@echo "make docs     the documentation as a site in build/docs"
 	@echo "make wheel    sdist and wheel into dist/"
 	@echo "make modules  compile the native modules ahead of time"
 
@@ -75,6 +76,10 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
+# Material announces its successor at every build.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 wheel: $(VENV)/.dev
 	$(BIN)/python -m build --no-isolation
 
@@ -101,7 +106,7 @@ $(VENV)/.package: pyproject.toml | $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/.package
-	$(PIP) install -e '.[bench,plot,dev]'
+	$(PIP) install -e '.[bench,plot,docs,dev]'
 	@touch $@
 
 $(SGLANG_VENV)/.torch:

@@ -159,7 +159,7 @@ def _draw_loads(axis: Any, explanation: Explanation) -> None:
     axis.set_ylabel("cost (planner's units)")
     axis.xaxis.get_major_locator().set_params(integer=True)
     how = "queues of Algorithm 1" if explanation.plan.queues else "longest first to whoever is free"
-    axis.set_title(f"CTA loads, {how}: max/mean {loads.imbalance:.2f}")
+    axis.set_title(f"CTA loads, {how}:\nmax/mean {loads.imbalance:.2f}")
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=6, frameon=False, handlelength=1.2)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)

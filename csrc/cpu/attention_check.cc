@@ -154,14 +154,22 @@ std::string check_shared_pages(const AttentionParams& p, const PlanHeader& h) {
   return {};
 }
 
-std::string check_page_ids(const AttentionParams& p) {
+// Besides what its own queries see, a request's row may be where a prefix node looks its pages up.
+std::string check_page_ids(const AttentionParams& p, const PlanHeader& h) {
   const LevelParams& level = p.level;
+  const auto* nodes = reinterpret_cast<const PrefixNode*>(p.plan + p.layout.nodes);
+  thread_local std::vector<int32_t> node_end;
+  node_end.assign(size_t(p.num_requests), 0);
+  for (int32_t i = 0; i < h.num_nodes; ++i)
+    node_end[size_t(nodes[i].request)] = std::max(node_end[size_t(nodes[i].request)], nodes[i].kv_end);
   for (int32_t r = 0; r < p.num_requests; ++r) {
     const int64_t q_len = int64_t(p.qo_indptr[r + 1]) - p.qo_indptr[r];
-    if (q_len == 0) continue;
     const int32_t kv_len = level.kv_lens[r];
-    const int32_t begin = StandardVariant::visible_keys(p, int32_t(kv_len - q_len), kv_len).begin;
-    const int32_t end = StandardVariant::visible_keys(p, kv_len - 1, kv_len).end;
+    int32_t begin = 0, end = node_end[size_t(r)];
+    if (q_len > 0) {
+      begin = end > 0 ? 0 : StandardVariant::visible_keys(p, int32_t(kv_len - q_len), kv_len).begin;
+      end = std::max(end, StandardVariant::visible_keys(p, kv_len - 1, kv_len).end);
+    }
     for (int64_t page = std::max(begin, 0) / level.page_size; page * level.page_size < end; ++page) {
       const int64_t entry = level.indices ? level.indices[level.row_begin[r] + page * level.index_step]
                                           : level.row_begin[r] + page;
@@ -188,7 +196,7 @@ std::string find_error(const AttentionParams& p, int64_t num_tokens, bool check_
   if (error.empty()) error = check_lengths(p, header, bounds, num_tokens);
   if (error.empty()) error = check_coverage(p, header, bounds);
   if (error.empty()) error = check_nodes(p, header);
-  if (error.empty() && check_pages) error = check_page_ids(p);
+  if (error.empty() && check_pages) error = check_page_ids(p, header);
   if (error.empty() && check_pages) error = check_shared_pages(p, header);
   return error;
 }

@@ -221,6 +221,22 @@ def test_debug_mode_compares_the_shared_pages(monkeypatch: pytest.MonkeyPatch) -
         run(attn)
 
 
+def test_debug_mode_checks_the_pages_of_nodes_whose_members_have_no_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The nodes' items run all the same, and look pages up in the row of their first member."""
+    monkeypatch.setenv("FI_BACKEND_DEBUG", "1")
+    starts = STARTS.clone()
+    attn, _ = planned(starts)
+    starts.zero_()
+    run(attn)
+    other = BLOCKS.clone()
+    other[0, 1] = 8
+    attn._table = PageTable.from_block_table(other, LENS, page_size=16)
+    with pytest.raises(ValueError, match=r"^page table: expected page ids in 0..7; got 8 for request 0"):
+        run(attn)
+
+
 def nodes(*rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32).view(-1, 5)
 

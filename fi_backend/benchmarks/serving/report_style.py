@@ -21,7 +21,7 @@ figure { margin: 0; padding: .75rem; border: 1px solid var(--line); border-radiu
 figcaption { font-weight: 600; }
 .chart { width: 100%; height: auto; display: block; }
 .grid { stroke: var(--line); fill: none; } .ideal { stroke: var(--dim); stroke-dasharray: 2 4; fill: none; }
-.limit { stroke: var(--bad); stroke-width: 1.5; fill: none; } .limit-text { fill: var(--bad); font-size:
+.limit { stroke: var(--bad); stroke-width: 2; fill: none; } .limit-text { fill: var(--bad); font-size:
   12px; }
 .tick { fill: var(--dim); font-size: 12px; } .label { fill: var(--dim); font-size: 12px; }
 .mid { text-anchor: middle; } .end { text-anchor: end; }

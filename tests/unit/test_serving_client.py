@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load generator against a server in a thread: both interfaces, errors, its own lag, giving up."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+from serving_fake import FakeServer
+
+from fi_backend.benchmarks.serving.client import LoadRun, run_load
+from fi_backend.benchmarks.serving.engines import ENGINES
+from fi_backend.benchmarks.serving.protocols import Protocol, Request
+
+PROTOCOLS = {name: kind.protocol for name, kind in ENGINES.items()}
+
+
+def load(
+    tmp_path: Path, protocol: Protocol, requests: list[Request], *, kind: type = FakeServer, **options: Any
+) -> LoadRun:
+    server = kind(
+        "m", ["--attention-backend=X"], environment={"FI_BACKEND_STATS_DIR": "/none"}, log=tmp_path / "log"
+    )
+    with server:
+        return run_load(server.url, protocol, "m", requests, **options)
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_stream_is_read(tmp_path: Path, name: str, samples: int) -> None:
+    requests = [Request([5, 6], 4, at=0.05 * index, samples=samples) for index in range(3)]
+    run = load(tmp_path, PROTOCOLS[name], requests)
+    for outcome in run.outcomes:
+        assert outcome.error is None
+        assert outcome.finished
+        assert outcome.tokens == [0, 1, 2, 3]
+        assert outcome.count == 4 * samples
+        assert [len(times) for times in outcome.times] == [4] * samples
+        assert all(0.001 < times[0] < times[-1] < 5 for times in outcome.times)
+        assert outcome.sent is not None
+        assert 0 <= outcome.sent < 1
+    assert run.seconds >= 0.1
+    assert run.loop_lags
+    body = FakeServer.bodies[0]
+    sampling = body if name == "vllm" else body["sampling_params"]
+    assert (sampling.get("n", 1), sampling["temperature"] > 0) == (samples, samples > 1)
+    assert sampling["ignore_eos"] is True
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"fails": 503}, "status 503: overloaded"), ({"cut": 2}, "the stream ended after 2 tokens")],
+)
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_failure_is_an_outcome(tmp_path: Path, name: str, change: dict[str, int], words: str) -> None:
+    kind = type("Failing", (FakeServer,), change)
+    [outcome] = load(tmp_path, PROTOCOLS[name], [Request([1], 4)], kind=kind).outcomes
+    assert outcome.error == words
+    assert not outcome.finished
+
+
+def test_no_server_is_an_outcome() -> None:
+    [outcome] = run_load("http://127.0.0.1:9", PROTOCOLS["vllm"], "m", [Request([1], 4)]).outcomes
+    assert outcome.error is not None
+    assert "Connect" in outcome.error
+
+
+def test_a_slow_server_does_not_slow_the_arrivals(tmp_path: Path) -> None:
+    """Open loop: all are sent at their times although the first answer comes after the last request."""
+    kind = type("Slow", (FakeServer,), {"first": 0.4})
+    run = load(
+        tmp_path, PROTOCOLS["vllm"], [Request([1], 1, at=0.02 * index) for index in range(10)], kind=kind
+    )
+    firsts = [outcome.first or 0.0 for outcome in run.outcomes]
+    assert firsts[-1] > 3.5  # it waits for nine others, not for the client
+    assert all(outcome.sent is not None and outcome.sent < 0.35 for outcome in run.outcomes)
+
+
+def test_a_client_that_sleeps_shows_its_lag(tmp_path: Path) -> None:
+    """What blocks the client's loop is seen in `sent` and in the latency itself."""
+    blocked = []
+
+    def block(_run: LoadRun, _now: float) -> None:
+        if not blocked:
+            blocked.append(time.sleep(0.4))
+
+    requests = [Request([1], 1, at=0.05 * index) for index in range(40)]
+    run = load(tmp_path, PROTOCOLS["vllm"], requests, watch=block)
+    worst = max(range(40), key=lambda index: run.outcomes[index].sent or 0.0)
+    assert (run.outcomes[worst].sent or 0.0) > 0.25
+    assert (run.outcomes[worst].first or 0.0) > (run.outcomes[worst].sent or 0.0)
+
+
+def test_a_lost_rate_is_given_up(tmp_path: Path) -> None:
+    kind = type("Slow", (FakeServer,), {"first": 0.3})
+    requests = [Request([1], 50, at=0.01 * index) for index in range(100)]
+    began = time.perf_counter()
+    run = load(tmp_path, PROTOCOLS["vllm"], requests, kind=kind, give_up=(0.2, 3))
+    assert run.stopped
+    assert time.perf_counter() - began < 10
+    assert all(outcome.error is None for outcome in run.outcomes)
+    assert sum(outcome.stopped is not None for outcome in run.outcomes) > 50
+    assert run.late(0.2, run.seconds, requests) > 3
+
+
+def test_a_client_hangs_up(tmp_path: Path) -> None:
+    [outcome] = load(tmp_path, PROTOCOLS["vllm"], [Request([1], 500, abort_after=3)]).outcomes
+    assert outcome.error is None
+    assert not outcome.finished
+    assert len(outcome.tokens) == 3

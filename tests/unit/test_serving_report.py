@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report: complete, self-contained, well-formed HTML; and really drawn, where a browser is installed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fi_backend.benchmarks.serving.charts import Point, Series, bar_chart, line_chart
+from fi_backend.benchmarks.serving.records import FORMAT, read_record, write_record
+from fi_backend.benchmarks.serving.report import render
+from fi_backend.cli.main import app
+
+RUN = CliRunner()
+VOID = {"meta"}
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def row(rate: float, ttft: float | None, *, ours: bool) -> dict[str, Any]:
+    triple = [ttft, None if ttft is None else ttft * 0.8, None if ttft is None else ttft * 1.3]
+    latencies = {f"p{percent}": triple for percent in (50, 90, 99)}
+    step = {"requests": 9, "kv_tokens": 900, "max_over_mean": 1.07}
+    return {
+        "rate": rate,
+        "runs": 3,
+        "requests": 600,
+        "errors": 0,
+        "stopped_early": rate > 10,
+        "ttft_ms": latencies,
+        "itl_ms": latencies,
+        "goodput_per_s": 0.97 * rate,
+        "output_tokens_per_s": 200 * rate,
+        "lag_ms": {"p50": 0.1, "p99": 0.4, "max": 2.0},
+        "loop_lag_ms": None,
+        "holds": rate < 10,
+        "fi": {"steps": 4} if ours else None,
+        "kv_bytes": {"flat": 4e9 * rate, "saved": 3e9 * rate if ours else None},
+        "balance": {"num_ctas": 132, "steps": [step] * 3},
+    }
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    backends = [
+        {
+            "name": name,
+            "variables": {},
+            "command": ["vllm", "serve", "<model>"],
+            "ready_s": 31.5,
+            "points": [row(rate, 40 * rate, ours=ours) for rate in (8, 4, 12)],
+            "sustained": {"rate": 8.0, "failed": 12.0, "how": "grid"},
+            "failed": None,
+        }
+        for name, ours in (("fi", True), ("A&B <x>", False))
+    ]
+    return {
+        "format": FORMAT,
+        "date": "2026-01-02T03:04:05+00:00",
+        "host": "a host",
+        "versions": {"vllm": "0"},
+        "command": "fi-backend bench serve",
+        "engine": "vllm",
+        "model": "dummy:8b",
+        "workload": "shared-prefix",
+        "settings": {"seed": 0},
+        "objectives": [{"metric": "ttft_ms", "percent": 99, "limit_ms": 200.0}],
+        "backends": backends,
+        **changes,
+    }
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, text, and whether every tag is closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text, self._open = "", [""]
+        self.feed(text)
+        assert self._open == [""]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def count(self, tag: str, part: str = "") -> int:
+        return sum(name == tag and part in (attrs.get("class") or "") for name, attrs in self.tags)
+
+
+def test_the_report_shows_all_that_was_measured() -> None:
+    page = Page(render([record()]))
+    for caption in (
+        "Time to first token",
+        "Time between tokens",
+        "Goodput",
+        "KV bytes read while decoding, fi",
+        "Balance over 132 CTAs in sampled steps, fi",
+    ):
+        assert caption in page.text
+    assert page.count("svg", "chart") == 5
+    assert page.count("path", "limit") == 1
+    assert "objective: P99 ≤ 200 ms" in page.text
+    assert page.count("path", "bound") == 2 * 2 * 2 * 3  # charts, back ends, percentiles, rates
+    assert "A&B <x>" in page.text
+    assert "480 [384, 624]" in page.text
+    assert "stopped early" in page.text
+
+
+def test_the_report_needs_nothing_else() -> None:
+    text = render([record()])
+    page = Page(text)
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe", "object"}
+    assert not [name for _, attrs in page.tags for name in attrs if name in ("src", "href", "srcset", "data")]
+    assert "http" not in text
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_what_was_not_measured_leaves_a_report() -> None:
+    empty = record()
+    empty["backends"][0] |= {"points": [], "sustained": None, "ready_s": None, "failed": "it <died>"}
+    empty["backends"][1]["points"] = [row(4, None, ours=False) | {"lag_ms": None}]
+    page = Page(render([empty, record(objectives=[])]))
+    assert "it <died>" in page.text
+    assert "nothing measured" in page.text
+    assert page.count("section") == 2
+
+
+def test_points_lie_where_their_values_are() -> None:
+    """On a scale of logarithms the middle of 10 and 1000 is 100."""
+    points = tuple(Point(index, value) for index, value in enumerate((10, 100, 1000), 1))
+    page = Page(line_chart([Series("a", points, 0)], x_label="x", y_label="y", log=True))
+    ys = [float(attrs["cy"] or 0) for tag, attrs in page.tags if tag == "circle"]
+    assert ys[1] == pytest.approx((ys[0] + ys[2]) / 2, abs=0.2)
+    page = Page(bar_chart([("a", [(0, 1.0, "one"), (1, 2.0, "two")])], y_label="y"))
+    heights = [float(attrs["height"] or 0) for tag, attrs in page.tags if tag == "rect"]
+    assert heights[1] == pytest.approx(2 * heights[0], rel=0.01)
+
+
+def test_records_come_back_and_are_checked(tmp_path: Path) -> None:
+    write_record(tmp_path, record())
+    assert read_record(tmp_path) == record()
+    for text, words in (
+        ("{}", "format: expected 'fi_backend serving 1'; got None"),
+        ("[]", "got 'list'"),
+        ("{", "expected JSON"),
+        (json.dumps({"format": FORMAT}), "expected a field engine"),
+    ):
+        (tmp_path / "record.json").write_text(text)
+        with pytest.raises(ValueError, match=r"record\.json: ") as caught:
+            read_record(tmp_path)
+        assert words in str(caught.value)
+    lacking = record()
+    del lacking["backends"][1]["points"][2]["lag_ms"]
+    write_record(tmp_path, lacking)
+    with pytest.raises(ValueError, match="A&B <x>: a row lacks lag_ms"):
+        read_record(tmp_path)
+
+
+def test_several_records_become_one_report(tmp_path: Path) -> None:
+    folders = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_record(tmp_path / name, record(workload=f"trace {name}"))
+        folders.append(str(tmp_path / name))
+    result = RUN.invoke(app, ["bench", "report", *folders, "--out", str(tmp_path / "all.html")])
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "all.html").read_text()
+    assert "trace one" in text
+    assert "trace two" in text
+    result = RUN.invoke(app, ["bench", "report", str(tmp_path / "three"), "--out", str(tmp_path / "no.html")])
+    assert result.exit_code == 2
+    assert "expected a serving record" in result.stderr
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_browser_draws_it(tmp_path: Path) -> None:
+    """Lines, limit and bars are seen in a picture of the page: their colours are there."""
+    matplotlib_image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed")
+    page, picture = tmp_path / "report.html", tmp_path / "page.png"
+    page.write_text(render([record()]))
+    flags = (
+        *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
+        *("--disable-component-update", "--disable-sync", "--disable-quic", "--hide-scrollbars"),
+    )
+    assert BROWSER is not None
+    subprocess.run(
+        [
+            *(BROWSER, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1300,1500"),
+            *(f"--screenshot={picture}", page.as_uri()),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    pixels = (matplotlib_image.imread(picture)[..., :3] * 255).round().astype(int)
+    assert pixels.shape[:2] == (1500, 1300)
+    for colour in ("#0072b2", "#d55e00", "#009e73", "#b3261e"):
+        wanted = np.array([int(colour[index : index + 2], 16) for index in (1, 3, 5)])
+        assert (np.abs(pixels - wanted).max(-1) < 8).sum() > 60, colour
+    # Two columns of figures: both halves hold ink well below the tables.
+    ink = (pixels < 200).any(-1)
+    assert ink[500:1200, :650].mean() > 0.01
+    assert ink[500:1200, 650:].mean() > 0.01

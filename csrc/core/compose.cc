@@ -76,8 +76,7 @@ void check_forest(const PlannerConfig& config, std::span<const int32_t> qo_indpt
 
 void compose(const PlannerConfig& config, std::span<const int32_t> qo_indptr, const Forest& forest,
              Composition& composition) {
-  composition.nodes.clear();
-  composition.leaf.clear();
+  composition.clear();
   if (config.sharing.max_nodes == 0 || config.window_left >= 0 || config.invariant_grid > 0) return;
   Scratch& s = scratch;
   const size_t count = forest.nodes.size();

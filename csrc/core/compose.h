@@ -24,6 +24,10 @@ struct Composition {
   std::vector<int32_t> leaf;    // by request: its deepest kept node, or -1
 
   bool empty() const { return nodes.empty(); }
+  void clear() {
+    nodes.clear();
+    leaf.clear();
+  }
 };
 
 // Throws std::invalid_argument that says what is wrong with a forest for these lengths, which have been

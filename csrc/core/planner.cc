@@ -177,7 +177,7 @@ void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
       cut = &scratch.composed;
       choice = composed;
     } else {
-      composition = {};
+      composition.clear();
     }
   }
   PlanCapacity use = split_tiles(config, choice.budget, composition, *cut);

@@ -27,6 +27,8 @@ struct Wide {
   // Tiles that are taken together: what surrounds the products costs as much for one as for two, but two
   // leave no registers for masks and transforms.
   static constexpr int kStep = sm80::kTransform || sm80::kMask ? 1 : 2;
+  static_assert(Traits::kStages >= 2 * kStep,
+                "the next step's tiles are waited for while this one's are still read");
 
   // The same value in all lanes, and known to be: descriptors are computed once a warp, not in each lane.
   __device__ __forceinline__ static uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }

@@ -45,8 +45,8 @@ class MaskBuffer:
         qo_indptr: int32 [requests + 1]; kv_lens: int32 [requests]; the lengths that run() will read.
 
         On CUDA the call is queued on the current stream, never waits for the device and may be captured.
-        Attention answers NaN for a request whose mask does not fit (longer than max_q_len * max_kv_len
-        bits). Raises ValueError or TypeError naming the argument.
+        For a request whose mask does not fit (longer than max_q_len * max_kv_len bits) attention answers NaN
+        on CUDA, and refuses the step on a CPU. Raises ValueError or TypeError naming the argument.
         """
         requests = kv_lens.shape[0]
         if requests > self.max_requests:

@@ -160,10 +160,11 @@ class Session:
             return bool(row["holds"])
 
         if settings.rates:
-            held = [(rate, probe(rate)) for rate in settings.rates]
-            good = [rate for rate, held_it in held if held_it]
-            entry["sustained"] = {"rate": max(good, default=None), "failed": None, "how": "grid"}
-            entry["sustained"]["failed"] = min((rate for rate, held_it in held if not held_it), default=None)
+            held = {rate: probe(rate) for rate in settings.rates}
+            failed = min((rate for rate, good in held.items() if not good), default=None)
+            # A rate above one that did not hold held by luck.
+            good = [rate for rate in held if failed is None or rate < failed]
+            entry["sustained"] = {"rate": max(good, default=None), "failed": failed, "how": "grid"}
         else:
             found = highest_rate(
                 probe,

@@ -30,14 +30,22 @@ constexpr int64_t kNodeChunks = 16;
 // unlimited budget leaves. A tile's report list has its length, the members that begin in it, and one that
 // began before.
 PlanCapacity plan_capacity(const PlannerConfig& config) {
+  const auto expect_int32 = [&](int64_t count) {
+    if (count > std::numeric_limits<int32_t>::max())
+      throw std::invalid_argument(
+          std::string("max_requests, max_tokens") + (config.sharing.max_nodes > 0 ? ", sharing" : "") +
+          ": expected a plan of fewer than 2^31 entries; got " + std::to_string(count) + ".");
+  };
   const int64_t rows = config.limits.max_tokens * config.group;
+  const int64_t node_tokens = config.sharing.max_levels * config.sharing.max_tokens;
+  expect_int32(rows);
+  expect_int32(node_tokens);  // so that no product below leaves 64 bits
   const int64_t tiles = tile_capacity(config);
   const int64_t splits = ceil_div(int64_t(kMaxSplitsPerCta) * config.num_ctas, config.num_kv_heads);
   const int64_t states = (config.invariant_grid > 0 ? 8 : 2) * splits;
   const SharingLimits& share = config.sharing;
   const int64_t members = std::min(config.limits.max_requests, share.max_tokens);
   const int64_t memberships = share.max_levels * members;
-  const int64_t node_tokens = share.max_levels * share.max_tokens;
   const int64_t node_tiles = node_tile_capacity(config);
   const int64_t reports = 2 * node_tiles + memberships;
   const int64_t parts = states + memberships + members + kNodeChunks * members;
@@ -49,12 +57,9 @@ PlanCapacity plan_capacity(const PlannerConfig& config) {
   const int64_t tickets = items * config.num_kv_heads;
   const int64_t entries = config.planned_queues ? tickets : 0;
   const int64_t counters = kArrivals + units * config.num_kv_heads;
-  for (int64_t v : {rows, tickets, parts, partial_rows, counters, config.limits.max_requests,
-                    config.sharing.max_nodes, node_tokens, reports})
-    if (v > std::numeric_limits<int32_t>::max())
-      throw std::invalid_argument(
-          "max_requests, max_tokens: expected a plan of fewer than 2^31 entries; got " + std::to_string(v) +
-          ".");
+  for (int64_t count : {tickets, parts, partial_rows, counters, config.limits.max_requests,
+                        config.sharing.max_nodes, reports})
+    expect_int32(count);
   return {int32_t(config.limits.max_requests),
           int32_t(items),
           int32_t(units),

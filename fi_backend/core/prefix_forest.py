@@ -36,6 +36,11 @@ def _expect_shareable(tensor: Tensor, requests: int) -> None:
         )
 
 
+def _expect_depth(max_depth: int) -> None:
+    if max_depth < 1:
+        raise ValueError(f"max_depth: expected 1 or more; got {max_depth}.")
+
+
 def shareable(q_lens: Tensor, kv_lens: Tensor, page_size: int, group: int, max_tile: int) -> Tensor:
     """Return how many leading KV tokens of each request may be read together with others, int32 [requests].
 
@@ -46,7 +51,7 @@ def shareable(q_lens: Tensor, kv_lens: Tensor, page_size: int, group: int, max_t
     _expect_int32("q_lens", q_lens)
     _expect_int32("kv_lens", kv_lens)
     q = q_lens.numpy()  # whose operators take a fifth of torch's time
-    computed = np.maximum(kv_lens.numpy() - q, 0)
+    computed = np.maximum(np.maximum(kv_lens.numpy(), 0) - q, 0)
     computed -= computed % page_size
     computed *= (q >= 1) & (q <= max_tile // group)
     return torch.from_numpy(computed)
@@ -93,6 +98,7 @@ class PrefixForest:
         compared exactly. Raises ValueError when a row holds fewer pages.
         """
         _expect_shareable(shareable, table.num_requests)
+        _expect_depth(max_depth)
         if table.indices is None:
             return cls(
                 torch.empty(0, 5, dtype=torch.int32, device="cpu"),
@@ -139,14 +145,16 @@ class PrefixForest:
                 "page_table: expected a host table, where the lengths are; got one on "
                 f"{table.indices.device}."
             )
-        if qo_indptr.shape != (kv_lens.shape[0] + 1,):
+        _expect_int32("qo_indptr", qo_indptr)
+        _expect_int32("kv_lens", kv_lens)
+        if qo_indptr.shape != (kv_lens.numel() + 1,):
             raise ValueError(
-                f"qo_indptr: expected {kv_lens.shape[0] + 1} entries, one more than kv_lens; got shape "
+                f"qo_indptr: expected {kv_lens.numel() + 1} entries, one more than kv_lens; got shape "
                 f"{tuple(qo_indptr.shape)}."
             )
-        may = shareable(qo_indptr.diff(), kv_lens, table.page_size, group, max_tile)
+        may = shareable(qo_indptr.diff(), kv_lens.view(-1), table.page_size, group, max_tile)
         if limits is not None:
-            _expect_shareable(limits, kv_lens.shape[0])
+            _expect_shareable(limits, kv_lens.numel())
             may = torch.minimum(may, limits).clamp_(min=0)
         return cls.from_page_table(table, may)
 
@@ -197,6 +205,7 @@ class PrefixForest:
             from_page_table(). A path may end before.
         """
         _expect_shareable(shareable, len(paths))
+        _expect_depth(max_depth)
         nodes, members = nodes_of_paths(paths, shareable.tolist(), max_depth)
         return cls(
             torch.tensor(nodes, dtype=torch.int32, device="cpu").reshape(-1, 5),

@@ -96,3 +96,10 @@ def test_refusals() -> None:
         attention().plan(
             starts, table, detect_prefixes=True, kv_lens_host=torch.tensor([5, 5], dtype=torch.int32)
         )
+    with pytest.raises(TypeError, match=r"^qo_indptr: expected int32; got torch.int64"):
+        attention().plan(starts, table, detect_prefixes=True, qo_indptr_host=starts.long())
+    with pytest.raises(PlanError, match=r"^qo_indptr: expected 2 entries"):
+        attention().plan(starts, table, detect_prefixes=True, kv_lens_host=torch.tensor(5, dtype=torch.int32))
+    below = torch.full((REQUESTS,), -(2**31), dtype=torch.int32)
+    with pytest.raises(PlanError, match=r"^kv_lens\[0\]: expected >= 0; got -2147483648"):
+        attention().plan(starts, table, detect_prefixes=True, kv_lens_host=below)

@@ -10,6 +10,7 @@ import torch
 from plan_cases import PlanCase
 
 from fi_backend.core.planner import CostModel, Limits, Planner
+from fi_backend.core.sharing import SharingLimits
 from fi_backend.core.spec import AttentionSpec
 
 
@@ -129,3 +130,10 @@ def test_limits_whose_tickets_do_not_fit_int32_are_refused_at_construction() -> 
 def test_limits_whose_packed_rows_do_not_fit_int32_are_refused_at_construction(tokens: int) -> None:
     with pytest.raises(ValueError, match=r"max_tokens: expected a plan of fewer than 2\^31 entries; got"):
         Planner(AttentionSpec(64, 1, 64), Limits(4, tokens, 10), num_ctas=1, costs=CostModel())
+
+
+@pytest.mark.parametrize("sharing", [(2**31 - 1, 1, 1), (1, 2**31 - 1, 2**31 - 1), (2**31 - 1,) * 3])
+def test_sharing_limits_that_do_not_fit_int32_are_named(sharing: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"^max_requests, max_tokens, sharing: expected a plan of fewer"):
+        Planner(AttentionSpec(64, 1, 64), Limits(4, 4, 10), num_ctas=1, costs=CostModel(),
+                sharing=SharingLimits(*sharing))  # fmt: skip

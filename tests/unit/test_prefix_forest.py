@@ -90,6 +90,7 @@ def test_what_may_be_shared() -> None:
     kv_lens = int32(64, 65, 64, 64, 1000, 1, 16)
     assert shareable(q_lens, kv_lens, 16, 4, 128).tolist() == [48, 64, 0, 48, 0, 0, 0]
     assert shareable(q_lens, kv_lens, 16, 2, 128).tolist() == [48, 64, 0, 48, 960, 0, 0]
+    assert shareable(int32(1, 2), int32(-(2**31), -1), 16, 4, 128).tolist() == [0, 0], "no length wraps"
 
 
 def test_a_chain_of_a_thousand_requests() -> None:
@@ -130,8 +131,11 @@ def test_bad_tensors() -> None:
         PrefixForest.from_block_table(table, torch.tensor([4, 4]), 4)
     with pytest.raises(ValueError, match=r"^nodes: expected contiguous \[nodes, 5\]"):
         PrefixForest(torch.zeros(3, 4, dtype=torch.int32), int32(1))
-    with pytest.raises(ValueError, match=r"^page_size, max_depth: expected >= 1"):
-        PrefixForest.from_block_table(table, int32(8, 8), 4, max_depth=0)
+    for depth in (0, -1):
+        with pytest.raises(ValueError, match=rf"^max_depth: expected 1 or more; got {depth}"):
+            PrefixForest.from_block_table(table, int32(8, 8), 4, max_depth=depth)
+        with pytest.raises(ValueError, match=rf"^max_depth: expected 1 or more; got {depth}"):
+            PrefixForest.from_paths([[("a", 4)]], int32(4), max_depth=depth)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ _PLANNER_BITS = ~0xFF
 _FAULTS = {
     1: "page table: expected page ids inside the KV cache; got others. The rows concerned are NaN",
     2: (
-        "kv_lens, qo_indptr: expected lengths within the rows of the page table and the tokens of q, and in "
-        "batch-invariant mode within the planned ones; got others. The rows concerned are NaN"
+        "kv_lens, qo_indptr: expected lengths within the rows of the page table and the tokens of q, in "
+        "batch-invariant mode within the planned ones, and of requests that share a prefix the planned query "
+        "starts, with the prefix before them; got others. The rows concerned are NaN"
     ),
     _PLANNER_BITS: "qo_indptr, kv_lens: expected lengths within the limits; got others, and planned nothing",
 }

@@ -213,9 +213,11 @@ class ForestFinder {
       int32_t a[kUnroll], b[kUnroll];
       FI_UNROLL
       for (int i = 0; i < kUnroll; ++i) {
-        const int32_t p = begin + i * kLanes + sub_lane;
-        a[i] = p < end ? entry(own, p) : 0;
-        b[i] = p < end ? entry(other, p) : 0;
+        // Past the longest rows it would leave the positive numbers.
+        const uint32_t p = uint32_t(begin) + uint32_t(i * kLanes + sub_lane);
+        const bool inside = p < uint32_t(end);
+        a[i] = inside ? entry(own, int32_t(p)) : 0;
+        b[i] = inside ? entry(other, int32_t(p)) : 0;
       }
       int32_t at = kMaxInt32, page = 0;
       FI_UNROLL

@@ -68,9 +68,10 @@ def sampled_batches(runs: Sequence[Measured], moments: int) -> list[list[int]]:
         ]
     if not spans:
         return []
-    begin, end = min(times[0] for _, times in spans), max(times[-1] for _, times in spans)
+    # Moments at which tokens came: the engine was decoding then, however little it had to do.
+    known = np.sort([at for _, times in spans for at in times[:-1]])
     batches = []
-    for moment in np.linspace(begin, end, moments + 2)[1:-1]:
+    for moment in known[np.linspace(0, len(known) - 1, moments + 2)[1:-1].round().astype(int)]:
         batch = [
             prompt + int(np.searchsorted(times, moment, side="right"))
             for prompt, times in spans

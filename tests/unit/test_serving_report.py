@@ -121,6 +121,7 @@ def test_the_report_shows_all_that_was_measured() -> None:
     assert "A&B <x>" in page.text
     assert "480 [384, 624]" in page.text
     assert "stopped early" in page.text
+    assert (page.count("th"), page.count("td")) == (6 + 13, 2 * 6 + 6 * 13)  # back ends; their rates
 
 
 def test_the_report_needs_nothing_else() -> None:

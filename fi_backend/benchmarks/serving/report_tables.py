@@ -45,19 +45,9 @@ def summary(record: _Record) -> str:
 
 def measurements(record: _Record) -> str:
     """Return the table of all rates; brackets are 95 % bootstrap bounds."""
-    heads = (
-        *(
-            "back end",
-            "rate",
-            "requests",
-            "errors",
-            "TTFT P50, ms",
-            "TTFT P99, ms",
-            "ITL P50, ms",
-            "ITL P99, ms",
-        ),
-        *("goodput", "tokens/s", "send lag P99, ms", "loop lag P99, ms", "within objectives"),
-    )
+    latencies = [f"{name} {percent}, ms" for name in ("TTFT", "ITL") for percent in ("P50", "P99")]
+    heads = ["back end", "rate", "holds", "requests", "errors", *latencies, "goodput", "tokens/s"]
+    heads += ["send lag P99", "loop lag P99"]
     rows = []
     for backend in record["backends"]:
         for row in sorted(backend["points"], key=lambda each: float(each["rate"])):
@@ -67,18 +57,17 @@ def measurements(record: _Record) -> str:
                 [
                     escape(backend["name"]),
                     f"{row['rate']:g}/s",
+                    verdict + stopped,
                     f"{row['requests']} in {row['runs']}",
                     str(row["errors"]),
                     *(_bounded(row[m][p]) for m in ("ttft_ms", "itl_ms") for p in ("p50", "p99")),
                     f"{row['goodput_per_s']:g}/s",
                     f"{row['output_tokens_per_s']:g}",
                     *(_lag(row[name]) for name in ("lag_ms", "loop_lag_ms")),
-                    verdict + stopped,
                 ]
             )
-    return (
-        _table(heads, rows) + '<p class="bounds">In brackets: 95 % bootstrap bounds over pooled requests.</p>'
-    )
+    note = "Brackets: 95 % bootstrap bounds over pooled requests. Lags of the client in milliseconds."
+    return f'{_table(heads, rows)}<p class="bounds">{note}</p>'
 
 
 def details(record: _Record) -> str:

@@ -64,9 +64,9 @@ inline DeviceShareArgs device_share_args(TensorView config, TensorView qo_indptr
   if (c.sharing.max_nodes < 1 || c.window_left >= 0 || c.invariant_grid > 0)
     TVM_FFI_THROW(ValueError) << "detect_prefixes: expected a planner with room for shared prefixes; got "
                                  "none. Pass sharing at construction.";
-  if (*std::max_element(std::begin(c.beta), std::end(c.beta)) > kMaxSharedBeta)
+  if (const int32_t beta = *std::max_element(std::begin(c.beta), std::end(c.beta)); beta > kMaxSharedBeta)
     TVM_FFI_THROW(ValueError) << "costs.beta: expected at most " << kMaxSharedBeta
-                              << " where prefixes are found on the device; got more.";
+                              << " where prefixes are found on the device; got " << beta << ".";
   if (page_size < 1) TVM_FFI_THROW(ValueError) << "page_size: expected >= 1; got " << page_size << ".";
   const int64_t requests = kv_lens.size(0);
   a.forest.rows = page_rows(indices, row_begin, row_end, step, device);

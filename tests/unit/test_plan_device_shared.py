@@ -113,3 +113,6 @@ def test_refusals() -> None:
     wrong(flat, case, r"^detect_prefixes: expected a planner with room for shared prefixes; got none")
     wrong(case.planner(), case, r"^index_step: expected >= 1; got 0", index_step=0)
     wrong(case.planner(), case, r"^row_end: ", row_end=torch.zeros(3, dtype=torch.int64))
+    costly = case.planner()
+    costly.config[15] = 2**20 + 1  # a beta
+    wrong(costly, case, r"^costs.beta: expected at most 1048576 where .*; got 1048577")

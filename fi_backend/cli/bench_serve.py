@@ -213,6 +213,12 @@ def _print_result(entry: Mapping[str, Any]) -> None:
     held = "holds no rate that was tried" if rate is None else f"holds {rate:g} requests/s"
     more = "" if lost is None else f"; not {lost:g}"
     console().print(f"{name}: {held}{more}; engine ready after {entry['ready_s']:g} s", soft_wrap=True)
+    if late := [f"{row['rate']:g}" for row in entry["points"] if row["client_late"]]:
+        console().print(
+            f"[yellow]{name}: at {', '.join(late)}/s the client itself was late by more than a tenth of an "
+            "objective (see lag); give it a core of its own[/yellow]",
+            soft_wrap=True,
+        )
 
 
 def report(

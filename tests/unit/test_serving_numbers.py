@@ -105,6 +105,15 @@ def test_a_row() -> None:
     assert summarize(2.0, runs, [Objective("itl_ms", 50, 14.0)])["holds"] is False
 
 
+def test_a_client_that_is_late_is_told() -> None:
+    late = measured([outcome(0.1, sent=0.021)])
+    assert summarize(1.0, [late], [TTFT])["client_late"] is True
+    assert summarize(1.0, [late], [Objective("ttft_ms", 99, 300.0)])["client_late"] is False
+    stuck = measured([outcome(0.1)])
+    stuck.load.loop_lags = [0.03] * 10
+    assert summarize(1.0, [stuck], [TTFT])["client_late"] is True
+
+
 def test_an_error_keeps_a_rate_from_holding() -> None:
     failed = Outcome(sent=0.0, error="status 500")
     row = summarize(1.0, [measured([outcome(0.01), failed])], [TTFT])

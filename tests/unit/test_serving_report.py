@@ -41,6 +41,7 @@ def row(rate: float, ttft: float | None, *, ours: bool) -> dict[str, Any]:
         "lag_ms": {"p50": 0.1, "p99": 0.4, "max": 2.0},
         "loop_lag_ms": None,
         "holds": rate < 10,
+        "client_late": rate < 5,
         "fi": {"steps": 4} if ours else None,
         "kv_bytes": {"flat": 4e9 * rate, "saved": 3e9 * rate if ours else None},
         "balance": {"num_ctas": 132, "steps": [step] * 3},

@@ -13,7 +13,17 @@ from fi_backend.benchmarks.serving.summary import Measured
 FORMAT: Final = "fi_backend serving 1"
 RECORD, REQUESTS = "record.json", "requests.jsonl"
 _KEYS = ("format", "engine", "model", "workload", "settings", "objectives", "backends")
-_ROW_KEYS = ("rate", "requests", "errors", "ttft_ms", "itl_ms", "goodput_per_s", "lag_ms", "holds")
+_ROW_KEYS = (
+    "rate",
+    "requests",
+    "errors",
+    "ttft_ms",
+    "itl_ms",
+    "goodput_per_s",
+    "lag_ms",
+    "client_late",
+    "holds",
+)
 
 
 def request_lines(backend: str, rate: float, runs: Sequence[Measured]) -> Iterator[str]:

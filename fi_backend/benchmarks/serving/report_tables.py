@@ -63,10 +63,11 @@ def measurements(record: _Record) -> str:
                     *(_bounded(row[m][p]) for m in ("ttft_ms", "itl_ms") for p in ("p50", "p99")),
                     f"{row['goodput_per_s']:g}/s",
                     f"{row['output_tokens_per_s']:g}",
-                    *(_lag(row[name]) for name in ("lag_ms", "loop_lag_ms")),
+                    *(_lag(row[name], row["client_late"]) for name in ("lag_ms", "loop_lag_ms")),
                 ]
             )
-    note = "Brackets: 95 % bootstrap bounds over pooled requests. Lags of the client in milliseconds."
+    note = "Brackets: 95 % bootstrap bounds over pooled requests. Lags of the client in milliseconds; "
+    note += "red: more than a tenth of an objective."
     return f'{_table(heads, rows)}<p class="bounds">{note}</p>'
 
 
@@ -106,8 +107,10 @@ def _bounded(triple: Sequence[float | None]) -> str:
     return f"{value:.4g}{bounds}"
 
 
-def _lag(spread: Mapping[str, float] | None) -> str:
-    return "–" if spread is None else f"{spread['p99']:.3g}"
+def _lag(spread: Mapping[str, float] | None, late: bool) -> str:
+    if spread is None:
+        return "–"
+    return f'<span class="no">{spread["p99"]:.3g}</span>' if late else f"{spread['p99']:.3g}"
 
 
 def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:

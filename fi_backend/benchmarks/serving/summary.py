@@ -104,6 +104,7 @@ def summarize(
         "loop_lag_ms": _spread(1000 * lag for run in runs for lag in run.load.loop_lags),
     }
     row["holds"] = holds(row, objectives)
+    row["client_late"] = client_late(row, objectives)
     return row
 
 
@@ -115,6 +116,15 @@ def holds(row: dict[str, Any], objectives: Sequence[Objective]) -> bool:
     return all(
         value is not None and value <= each.limit_ms for value, each in zip(measured, objectives, strict=True)
     )
+
+
+def client_late(row: dict[str, Any], objectives: Sequence[Objective]) -> bool:
+    """Return whether the client's own delays, at P99, are more than a tenth of the smallest objective.
+
+    The row then tells more of the machine that the load came from than of the engine.
+    """
+    delays = [row[name]["p99"] for name in ("lag_ms", "loop_lag_ms") if row[name] is not None]
+    return any(delay > each.limit_ms / 10 for delay in delays for each in objectives)
 
 
 def meets(outcome: Outcome, objectives: Sequence[Objective]) -> bool:

@@ -19,15 +19,18 @@ if TYPE_CHECKING:
     from fi_backend.core.page_table import PageTable
     from fi_backend.core.plan import Plan
     from fi_backend.core.spec import AttentionSpec
+    from fi_backend.core.variant import AttentionVariant, TensorParam
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "AttentionSpec": "fi_backend.core.spec",
+    "AttentionVariant": "fi_backend.core.variant",
     "BatchAttention": "fi_backend.core.attention",
     "BlockSparse": "fi_backend.core.block_sparse",
     "PageTable": "fi_backend.core.page_table",
     "Plan": "fi_backend.core.plan",
+    "TensorParam": "fi_backend.core.variant",
     "append_kv": "fi_backend.core.append",
     "merge_state": "fi_backend.core.merge",
     "merge_states": "fi_backend.core.merge",
@@ -35,12 +38,14 @@ _LAZY = {
 
 __all__ = [
     "AttentionSpec",
+    "AttentionVariant",
     "BatchAttention",
     "BlockSparse",
     "BuildError",
     "PageTable",
     "Plan",
     "PlanError",
+    "TensorParam",
     "UnsupportedError",
     "append_kv",
     "merge_state",

@@ -17,6 +17,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from fi_backend.benchmarks.peers import Peer
+    from fi_backend.core.variant import AttentionVariant
 
 ENTRY_POINT_GROUP: Final = "fi_backend.plugins"
 hookspec = pluggy.HookspecMarker("fi_backend")
@@ -27,6 +28,7 @@ _BUILT_IN = (
     "fi_backend.benchmarks.cuda.fa3",
     "fi_backend.benchmarks.cuda.flashinfer_peers",
     "fi_backend.benchmarks.cuda.sglang_peers",
+    "fi_backend.variants",
 )
 
 
@@ -41,9 +43,13 @@ class Hooks:
         called later; a peer that is not installed is still returned.
         """
 
+    @hookspec
+    def fi_backend_attention_variants(self) -> Sequence[AttentionVariant]:  # type: ignore[empty-body]
+        """Return variants of attention that `BatchAttention(spec, variant="name")` finds by their names."""
+
 
 class Plugins:
-    """The registered plug-ins; `peers` asks them."""
+    """The registered plug-ins; `peers` and `variants` ask them."""
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager("fi_backend")
@@ -70,6 +76,33 @@ class Plugins:
 
         for entry in entry_points(group=ENTRY_POINT_GROUP):
             self.register(entry.load(), entry.name)
+
+    def variants(self) -> dict[str, AttentionVariant]:
+        """Return the registered variants by name.
+
+        Raises TypeError naming the plug-in that returned anything else, ValueError for a repeated name.
+        """
+        from fi_backend.core.variant import AttentionVariant
+
+        found: dict[str, AttentionVariant] = {}
+        for implementation in self._manager.hook.fi_backend_attention_variants.get_hookimpls():
+            where = f"plug-in {implementation.plugin_name!r}: fi_backend_attention_variants"
+            variants = implementation.function()
+            if not isinstance(variants, Sequence):
+                raise TypeError(
+                    f"{where}: expected a sequence of AttentionVariant; got {type(variants).__name__}"
+                )
+            for variant in variants:
+                if not isinstance(variant, AttentionVariant):
+                    raise TypeError(
+                        f"{where}: expected instances of AttentionVariant; got {type(variant).__name__}"
+                    )
+                if variant.name in found:
+                    raise ValueError(
+                        f"{where}: expected a name of its own; got {variant.name!r}, which is taken"
+                    )
+                found[variant.name] = variant
+        return found
 
     def peers(self, device: str) -> list[Peer]:
         """Return the benchmark peers for a device, in the order of registration.

@@ -3,6 +3,7 @@
 #pragma GCC optimize("O1")
 #include "../cpu/attention.h"
 #include "attention_args.h"
+#include "variant_call.h"
 
 namespace fi::bind {
 namespace {
@@ -34,13 +35,14 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_ind
          bool causal, int64_t window_left, double soft_cap, Optional<TensorView> alibi,
          Optional<TensorView> sinks, Optional<TensorView> mask, Optional<TensorView> mask_begin,
          Optional<TensorView> mask_kv_len, bool debug, int64_t num_threads, TensorView out,
-         Optional<TensorView> lse) {
+         Optional<TensorView> lse FI_VARIANT_PARAMETERS) {
   expect_host("q", q);
   if (num_threads < 1) TVM_FFI_THROW(ValueError) << "num_threads: expected >= 1; got " << num_threads << ".";
-  const AttentionParams p = read_arguments(
-      q, k_cache, v_cache, qo_indptr, indices, row_begin, row_end, kv_lens, index_step, index_divisor,
-      page_size, num_pages, plan, caps, workspace, scale, k_scale, v_scale, causal, window_left, soft_cap,
-      alibi, sinks, mask, mask_begin, mask_kv_len, num_threads, out, lse);
+  AttentionParams p = read_arguments(q, k_cache, v_cache, qo_indptr, indices, row_begin, row_end, kv_lens,
+                                     index_step, index_divisor, page_size, num_pages, plan, caps, workspace,
+                                     scale, k_scale, v_scale, causal, window_left, soft_cap, alibi, sinks,
+                                     mask, mask_begin, mask_kv_len, num_threads, out, lse);
+  FI_READ_VARIANT(p, q.device());
   expect_rows_inside(p, p.level.num_indices);
   if (p.custom_mask) expect_mask_inside(p, p.mask_bytes);
   const std::string error = cpu::find_error(p, q.size(0), debug);

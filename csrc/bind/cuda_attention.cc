@@ -3,6 +3,7 @@
 #include "../sm80/launch.h"
 #include "attention_args.h"
 #include "cuda_call.h"
+#include "variant_call.h"
 
 namespace fi::bind {
 namespace {
@@ -26,12 +27,13 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_ind
          TensorView caps, TensorView workspace, double scale, TensorView k_scale, TensorView v_scale,
          bool causal, int64_t window_left, double soft_cap, Optional<TensorView> alibi,
          Optional<TensorView> sinks, Optional<TensorView> mask, Optional<TensorView> mask_begin,
-         Optional<TensorView> mask_kv_len, int64_t num_ctas, TensorView out, Optional<TensorView> lse) {
+         Optional<TensorView> mask_kv_len, int64_t num_ctas, TensorView out,
+         Optional<TensorView> lse FI_VARIANT_PARAMETERS) {
   const CudaCall call("q", q);
-  const AttentionParams p = read_arguments(
-      q, k_cache, v_cache, qo_indptr, indices, row_begin, row_end, kv_lens, index_step, index_divisor,
-      page_size, num_pages, plan, caps, workspace, scale, k_scale, v_scale, causal, window_left, soft_cap,
-      alibi, sinks, mask, mask_begin, mask_kv_len, num_ctas, out, lse);
+  AttentionParams p = read_arguments(q, k_cache, v_cache, qo_indptr, indices, row_begin, row_end, kv_lens,
+                                     index_step, index_divisor, page_size, num_pages, plan, caps, workspace,
+                                     scale, k_scale, v_scale, causal, window_left, soft_cap, alibi, sinks,
+                                     mask, mask_begin, mask_kv_len, num_ctas, out, lse);
   if (p.head_dim != FI_HEAD_DIM || p.head_dim_v != FI_HEAD_DIM_V)
     TVM_FFI_THROW(ValueError) << "q, v_cache: expected head dimensions " << FI_HEAD_DIM << " and "
                               << FI_HEAD_DIM_V << ", this module's; got " << p.head_dim << " and "
@@ -52,6 +54,7 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_ind
   expect_aligned("k_cache", p.k, {p.k_stride_page, p.k_stride_token, p.k_stride_head}, kKvItem);
   expect_aligned("v_cache", p.v, {p.v_stride_page, p.v_stride_token, p.v_stride_head}, kKvItem);
   expect_aligned("workspace", p.partial_out, {}, 1);
+  FI_READ_VARIANT(p, q.device());
   expect_success("attention kernel", sm80::launch(p, int(num_ctas), call.stream()));
 }
 

@@ -4,6 +4,9 @@
 #include <cstdint>
 
 #include "plan.h"
+#if defined(FI_VARIANT)
+#include "variant_args.h"
+#endif
 
 namespace fi {
 
@@ -72,6 +75,9 @@ struct AttentionParams {
   float* partial_out;  // [partial_rows, num_kv_heads, head_dim_v]
   float* partial_lse;  // [partial_rows, num_kv_heads]
   int32_t* counters;   // the plan's section of that name
+#if defined(FI_VARIANT)
+  VariantArgs variant;  // what the user passed to the functors
+#endif
 };
 
 }  // namespace fi

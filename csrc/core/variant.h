@@ -23,6 +23,19 @@ struct LogitIndexOf {
 };
 using LogitIndex = LogitIndexOf<int32_t>;
 
+// Where a row of queries or of the output stands; `token` counts the rows of q and out.
+struct RowIndex {
+  int32_t request, q_token, q_pos, token, qo_head, kv_head;
+};
+
+// Where a key stands.
+template <class Int>
+struct KeyIndexOf {
+  int32_t request;
+  Int kv_pos;
+  int32_t kv_head;
+};
+
 // Keys [begin, end) of a request.
 struct KeyRange {
   int32_t begin, end;
@@ -34,13 +47,17 @@ struct KeyRange {
 //   logits_transform  the logit of a scaled dot product; F is float or a vector of floats, `Math` supplies
 //                     tanh and the conversion of positions for F; only asked when has_transform()
 //   finish            final factor of the output, and the final lse, of a row that saw at least one key
-// and, in the kernels for GPUs alone,
+//   output_transform  element `d` of such a row of the output; only asked when kTransformsOutput
 //   kSoftmax          false: transformed logits are the weights themselves, masked ones 0; outputs add up,
 //                     the lse is 0
-//   query_transform   element `d` of a query row at a position, given a way to load the row's elements;
-//                     only asked when kTransformsQuery. key_transform: the same of keys, kTransformsKey
+//   query_transform   element `d` of a query row, given a way to load the row's elements and what
+//                     query_row() has made of the whole row; only asked when kTransformsQuery
+//   key_transform     the same of dequantised keys, with key_row(); only asked when kTransformsKey
+// In kernels for GPUs kMasks and kTransformsLogits stand for the has_*() of what the spec does not ask for,
+// and kShares says that nothing depends on the row's position: rows of many requests may read keys together.
 struct StandardVariant {
   static constexpr bool kSoftmax = true, kTransformsQuery = false, kTransformsKey = false;
+  static constexpr bool kTransformsOutput = false, kTransformsLogits = false, kMasks = false, kShares = true;
 
   // The element mask is the same for every head of a KV head's group.
   static constexpr bool kMaskPerHead = false;
@@ -74,21 +91,35 @@ struct StandardVariant {
     return logit;
   }
 
-  template <class Math, class Load>
-  FI_HOST_DEVICE static float query_transform(const AttentionParams&, Load load, int32_t d, int32_t,
-                                              int32_t) {
+  template <class Load>
+  FI_HOST_DEVICE static float query_row(const AttentionParams&, Load, const RowIndex&) {
+    return 0.0f;
+  }
+  template <class Load>
+  FI_HOST_DEVICE static float query_transform(const AttentionParams&, Load load, int32_t d, const RowIndex&,
+                                              float) {
     return load(d);
   }
 
-  template <class Math, class Load>
-  FI_HOST_DEVICE static float key_transform(const AttentionParams&, Load load, int32_t d, int32_t, int32_t) {
+  template <class F, class Load, class Int>
+  FI_HOST_DEVICE static F key_row(const AttentionParams&, Load, const KeyIndexOf<Int>&) {
+    return F{};
+  }
+  template <class F, class Load, class Int>
+  FI_HOST_DEVICE static F key_transform(const AttentionParams&, Load load, int32_t d, const KeyIndexOf<Int>&,
+                                        F) {
     return load(d);
   }
 
-  FI_HOST_DEVICE static float finish(const AttentionParams& p, int32_t qo_head, int32_t kv_head, float& lse) {
-    float factor = p.v_scale ? p.v_scale[kv_head * p.v_scale_stride] : 1.0f;
+  FI_HOST_DEVICE static float output_transform(const AttentionParams&, float o, int32_t, const RowIndex&,
+                                               float) {
+    return o;
+  }
+
+  FI_HOST_DEVICE static float finish(const AttentionParams& p, const RowIndex& i, float& lse) {
+    float factor = p.v_scale ? p.v_scale[i.kv_head * p.v_scale_stride] : 1.0f;
     if (p.sinks) {
-      const float sink = p.sinks[qo_head];
+      const float sink = p.sinks[i.qo_head];
       const float top = sink > lse ? sink : lse;
       const float total = top + logf(expf(sink - top) + expf(lse - top));
       factor *= expf(lse - total);

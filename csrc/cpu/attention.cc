@@ -8,7 +8,9 @@
 #if !defined(FI_Q_DTYPE) || !defined(FI_KV_DTYPE)
 #error "define FI_Q_DTYPE and FI_KV_DTYPE, names of fi::cpu::dtype"
 #endif
-#if !defined(FI_VARIANT)
+#if defined(FI_VARIANT)
+#include "user_variant.h"  // generated
+#else
 #define FI_VARIANT StandardVariant
 #endif
 

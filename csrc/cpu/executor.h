@@ -9,6 +9,7 @@
 #include "item_rows.h"
 #include "prefetch.h"
 #include "softmax.h"
+#include "transforms.h"
 #include "vector_tile.h"
 
 namespace fi::cpu {
@@ -27,6 +28,10 @@ class Executor : private ItemRows {
   static bool prefers_many_heads(const AttentionParams& p) {
     return has_matrix_unit() && p.k_stride_head == p.head_dim && p.v_stride_head == p.head_dim_v;
   }
+
+  // What a variant transforms, and sums that are no averages, stay in float.
+  static constexpr bool kUsesAmx =
+      kHasAmx<Q, KV> && Variant::kSoftmax && !Variant::kTransformsQuery && !Variant::kTransformsKey;
 
   // Prepares this thread for a launch.
   void begin(const AttentionParams& params) {
@@ -64,7 +69,7 @@ class Executor : private ItemRows {
  private:
   static bool has_matrix_unit() {
 #if defined(FI_AMX)
-    if constexpr (kHasAmx<Q, KV>) return amx::available();
+    if constexpr (kUsesAmx) return amx::available();
 #endif
     return false;
   }
@@ -74,6 +79,7 @@ class Executor : private ItemRows {
     o_ = arena_.take<float>(outputs);
     fold_ = arena_.take<float>(outputs);
     s_ = arena_.take<float>(int64_t(kMaxQueryTile) * kKeyTile);
+    if constexpr (Variant::kTransformsKey) elements_ = arena_.take<float>(int64_t(dim_capacity_) * kLanes);
     with_engine(
         [this](auto& engine) { engine.take_memory(arena_, kMaxQueryTile, dim_capacity_, dim_v_capacity_); });
 #if defined(FI_AMX)
@@ -116,7 +122,7 @@ class Executor : private ItemRows {
   template <class F>
   void with_engine(F f) {
 #if defined(FI_AMX)
-    if constexpr (kHasAmx<Q, KV>)
+    if constexpr (kUsesAmx)
       if (amx::available()) return f(amx_);
 #endif
     f(vector_);
@@ -132,9 +138,12 @@ class Executor : private ItemRows {
         rows[i] = base + (token0_ + token_[row + i]) * p_->q_stride_token +
                   qo_head_of(slot + i, row + i) * p_->q_stride_head;
       engine.set_queries(slot, count, rows);
+      if constexpr (Variant::kTransformsQuery)
+        for (int i = 0; i < count; ++i)
+          transform_query<Variant>(*p_, row_index_of(slot + i, row + i), engine.query(slot + i));
     };
 #if defined(FI_AMX)
-    if constexpr (kHasAmx<Q, KV>)
+    if constexpr (kUsesAmx)
       if (few_rows()) {
         few_rows_.begin_item(rows_);
         for (int h = 0; h < heads_; ++h) read(few_rows_, h * kSlotRows, 0, rows_);
@@ -168,10 +177,17 @@ class Executor : private ItemRows {
     const int32_t end = end_key();
     for (int64_t k = first_key(grid); k < end; k += grid) {
       attend(int32_t(k), end_of_chunk(k, grid));
-      for_slots([&](int slot, int) {
-        merge_into(fold_ + slot * o_stride_, fold_lse_[slot], o_ + slot * o_stride_, lse_[slot], o_stride_);
-      });
+      for_slots([&](int slot, int) { join(slot, o_ + slot * o_stride_, lse_[slot]); });
     }
+  }
+
+  // The fold of a row takes up another state.
+  void join(int slot, const float* other, float lse) {
+    float* o = fold_ + slot * o_stride_;
+    if constexpr (Variant::kSoftmax)
+      merge_into(o, fold_lse_[slot], other, lse, o_stride_);
+    else
+      add_into(o, fold_lse_[slot], other, o_stride_);
   }
 
   void clear_fold() {
@@ -207,6 +223,10 @@ class Executor : private ItemRows {
 
   void finish_row(int slot) {
     float* o = o_ + slot * o_stride_;
+    if constexpr (!Variant::kSoftmax) {
+      lse_[slot] = 0.0f;
+      return;
+    }
     if (softmax_[slot].sum == 0.0f) {
       lse_[slot] = kEmpty;
       std::fill_n(o, o_stride_, 0.0f);
@@ -232,7 +252,7 @@ class Executor : private ItemRows {
 #if defined(FI_AMX)
   // Tiles from outside to inside, heads within: where heads lie side by side, pages are read from end to end.
   void attend_few_rows(int64_t start) {
-    if constexpr (kHasAmx<Q, KV>) {
+    if constexpr (kUsesAmx) {
       struct Step {
         int64_t tile;
         int head, now;  // tokens_[now] are those of the tile
@@ -300,8 +320,15 @@ class Executor : private ItemRows {
   template <class Engine>
   void attend_tile(Engine& engine, int32_t tile, const Tokens<KV>& tokens, const Tokens<KV>& next) {
     const bool uniform = visible_keys(visible_, 0, tile, tokens);
+    if constexpr (Variant::kMasks) {
+      uint64_t any = 0;
+      for (int r = 0; r < rows_; ++r) any |= visible_[r];
+      if (any == 0) return;
+    }
     Prefetcher<KV> ahead(next, p_->head_dim, p_->head_dim_v, engine.steps(rows_));
     engine.set_keys(tokens.k, tokens.begin, tokens.end, ahead);
+    if constexpr (Variant::kTransformsKey)
+      engine.transform_keys(elements_, KeyTransform<Variant>(*p_, request_, kv_head_, tile));
     constexpr int kBlock = Engine::kRowBlock;
     const auto for_blocks = [&](auto f) {
       for (int r = 0; r < rows_; r += kBlock) {
@@ -317,7 +344,7 @@ class Executor : private ItemRows {
         uint64_t common = ~uint64_t(0);
         for (int i = 0; i < n; ++i) common &= visible_[r + i];
         if (n == kBlock && ~common == 0 && is_plain(r))
-          return engine.soften_whole(r, logit_scale_of(r) * kLog2E, softmax_ + r, alpha_ + r, o, o_stride_);
+          return engine.soften_whole(r, score_scale_of(r) * kLog2E, softmax_ + r, alpha_ + r, o, o_stride_);
       }
       engine.take_scores(s);
       this->template soften_rows<Engine>(r, r, n, tile, visible_ + r, s, ahead);
@@ -334,13 +361,16 @@ class Executor : private ItemRows {
     });
   }
 
+  // A variant that transforms keys is given dequantised ones.
+  float score_scale_of(int slot) const { return Variant::kTransformsKey ? p_->scale : logit_scale_of(slot); }
+
   // Whether dot products have only to be scaled. A negative scale turns their order around.
-  bool is_plain(int slot) const { return !Variant::has_transform(*p_) && logit_scale_of(slot) > 0.0f; }
+  bool is_plain(int slot) const { return !Variant::has_transform(*p_) && score_scale_of(slot) > 0.0f; }
 
   // Dot products of `count` rows become probabilities relative to their running maxima.
   template <class Engine, class F>
   void soften_rows(int slot, int row, int count, int32_t tile, const uint64_t* visible, float* s, F& ahead) {
-    const float scale = logit_scale_of(slot);
+    const float scale = score_scale_of(slot);
     const bool plain = is_plain(slot);
     const float unit = plain ? scale * kLog2E : kLog2E;
     for (int i = 0; i < count; ++i) {
@@ -349,9 +379,15 @@ class Executor : private ItemRows {
         index.kv_pos = tile;
         transform_row<Variant>(*p_, index, scale, s + i * kKeyTile);
       }
+      if constexpr (!Variant::kSoftmax) {
+        keep_visible(s + i * kKeyTile, visible[i]);
+        alpha_[slot + i] = 1.0f;
+        ahead.step();
+        continue;
+      }
       alpha_[slot + i] = raise_max(s + i * kKeyTile, visible[i], unit, softmax_[slot + i]);
     }
-    for (int i = 0; i < count; ++i) {
+    for (int i = 0; Variant::kSoftmax && i < count; ++i) {
       take_exponents(s + i * kKeyTile, visible[i], unit, softmax_[slot + i]);
       if (i % 8 == 4) Engine::stay_awake();
       ahead.step();
@@ -375,11 +411,20 @@ class Executor : private ItemRows {
     using O = Q;
     const int64_t token = token0_ + token_[row];
     const int32_t head = qo_head_of(slot, row);
+    const RowIndex index = row_index_of(slot, row);
     float total = lse[slot];
-    const float factor = total == kEmpty ? 0.0f : Variant::finish(*p_, head, kv_head_of(slot), total);
+    float factor = total == kEmpty ? 0.0f : Variant::finish(*p_, index, total);
     if (p_->lse) p_->lse[token * p_->lse_stride_token + head * p_->lse_stride_head] = total;
     O* to = static_cast<O*>(p_->out) + token * p_->out_stride_token + head * p_->out_stride_head;
     const float* from = o + slot * o_stride_;
+    if constexpr (Variant::kTransformsOutput) {
+      if (total != kEmpty) {
+        float* own = const_cast<float*>(from);  // the item is through with the row
+        for (int d = 0; d < p_->head_dim_v; ++d)
+          own[d] = Variant::output_transform(*p_, own[d] * factor, d, index, total);
+        factor = 1.0f;
+      }
+    }
     for (int d = 0; d < p_->head_dim_v; d += kLanes) {
       const Vec v = load(from + d) * factor;
       const int n = p_->head_dim_v - d;
@@ -412,7 +457,7 @@ class Executor : private ItemRows {
         const int64_t at = int64_t(parts[part] + r) * header_->num_kv_heads + kv_head;
         copy_row(p_->partial_out + at * p_->head_dim_v, o_);
         std::fill(o_ + p_->head_dim_v, o_ + o_stride_, 0.0f);
-        merge_into(fold_ + r * o_stride_, fold_lse_[r], o_, p_->partial_lse[at], o_stride_);
+        join(r, o_, p_->partial_lse[at]);
       }
     }
     emit(-1, fold_, fold_lse_);
@@ -422,7 +467,7 @@ class Executor : private ItemRows {
   const WorkItem* item_ = nullptr;
   Arena arena_;
   int dim_capacity_ = 0, dim_v_capacity_ = 0, o_stride_ = 0;
-  float *s_ = nullptr, *o_ = nullptr, *fold_ = nullptr;
+  float *s_ = nullptr, *o_ = nullptr, *fold_ = nullptr, *elements_ = nullptr;
   VectorTile<Q, KV> vector_;
 #if defined(FI_AMX)
   AmxTile<KV> amx_;

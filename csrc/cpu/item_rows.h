@@ -69,6 +69,14 @@ class ItemRows {
   float logit_scale_of(int slot) const {
     return p_->scale * (p_->k_scale ? p_->k_scale[kv_head_of(slot) * p_->k_scale_stride] : 1.0f);
   }
+  RowIndex row_index_of(int slot, int row) const {
+    return {request_,
+            token_[row],
+            q_pos0_ + token_[row],
+            int32_t(token0_) + token_[row],
+            qo_head_of(slot, row),
+            kv_head_of(slot)};
+  }
   LogitIndex index_of(int slot, int row) const {
     return {request_, token_[row], q_pos0_ + token_[row], 0, qo_head_of(slot, row), kv_head_of(slot)};
   }

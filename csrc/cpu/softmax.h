@@ -47,6 +47,11 @@ void transform_row(const AttentionParams& p, const LogitIndex& index, float scal
   }
 }
 
+// Weights that are no exponentials: those of keys that the row does not see become zero.
+inline void keep_visible(float* s, uint64_t visible) {
+  for (int k = 0; k < kKeyTile; k += kLanes) store(s + k, select_bits(visible >> k, load(s + k), 0.0f));
+}
+
 // The step of one tile comes in two halves, so that the rows of a block can do the first one together: it is
 // a chain of operations that wait for each other. scale > 0 turns dot products into exponents.
 

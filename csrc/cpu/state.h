@@ -40,4 +40,10 @@ inline void merge_into(float* o, float& lse, const float* other, float lse_other
   lse = w.lse;
 }
 
+// The same of outputs that are sums, without a softmax.
+inline void add_into(float* o, float& lse, const float* other, int dim) {
+  for (int d = 0; d < dim; d += kLanes) store(o + d, load(o + d) + load(other + d));
+  lse = 0.0f;
+}
+
 }  // namespace fi::cpu

@@ -55,6 +55,21 @@ class VectorTile {
     transpose_keys(rows, begin, end, dim_, keys_, [&] { ahead.step(); });
   }
 
+  // Replaces elements of the tile's keys: f(elements, d, key) gives element d of the keys from `key` on, of
+  // which elements[i * kLanes] are the elements i. `elements` has room for one vector a dimension.
+  template <class F>
+  void transform_keys(float* elements, F f) {
+    for (int key = begin_ / kLanes * kLanes; key < end_; key += kLanes) {
+      float* tile = keys_ + key;
+      for (int d = 0; d < dim_; ++d) store(elements + d * kLanes, load(tile + int64_t(d) * kKeyTile));
+      f.begin(elements, key);
+      for (int d = 0; d < dim_; ++d) store(tile + int64_t(d) * kKeyTile, f(elements, d, key));
+    }
+  }
+
+  // A row that set_queries() has read.
+  float* query(int slot) { return queries_ + int64_t(slot) * pad_lanes(dim_); }
+
   // Values of the same keys, for `num_rows` query rows. Says whether all are finite, if asked to `check`.
   template <class F>
   bool set_values(const KV* const* rows, int num_rows, bool check, F& ahead) {

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The variant that this module was compiled for, and the mathematics its functors are given.
 #pragma once
-#include <type_traits>
-
 #include "../core/variant.h"
 #include "../ptx/mma.cuh"
 
@@ -22,11 +20,11 @@
 namespace fi::sm80 {
 
 using Variant = FI_VARIANT;
-inline constexpr bool kTransform = FI_LOGITS_TRANSFORM || !Variant::kSoftmax;
-inline constexpr bool kMask = FI_LOGITS_MASK;
-// Whether states of a shared prefix serve the rows of all who share it. A user's functors may look at
-// positions.
-inline constexpr bool kSharesPrefixes = !kMask && std::is_same_v<Variant, StandardVariant>;
+inline constexpr bool kTransform = FI_LOGITS_TRANSFORM || Variant::kTransformsLogits || !Variant::kSoftmax;
+inline constexpr bool kPackedMask = FI_LOGITS_MASK;
+inline constexpr bool kMask = kPackedMask || Variant::kMasks;
+// Whether states of a shared prefix serve the rows of all who share it.
+inline constexpr bool kSharesPrefixes = !kMask && Variant::kShares;
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;

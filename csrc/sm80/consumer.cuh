@@ -17,6 +17,35 @@ __device__ __forceinline__ uint32_t chunk_pair(uint32_t base, int rows, int pair
 
 __device__ __forceinline__ int row_groups(const Work& w) { return max(1 << w.tile_log2, 16) / 16; }
 
+// Gives element d of a key of the tile, dequantised.
+template <class Traits>
+__device__ __forceinline__ auto key_loader(const AttentionParams& p, uint32_t k_tile, int key, int kv_head) {
+  using TKV = typename Traits::TKV;
+  const char* tile = static_cast<const char*>(__cvta_shared_to_generic(k_tile));
+  const float k_scale = p.k_scale[kv_head * p.k_scale_stride];
+  return [=](int d) {
+    const char* at =
+        tile + swizzled(Traits::kKvTile, key, d * int(sizeof(TKV)) / 16) + d * int(sizeof(TKV)) % 16;
+    if constexpr (Traits::kFp8) {
+      const uint32_t wide = ptx::widen2<__half, TKV>(*reinterpret_cast<const uint8_t*>(at));
+      return k_scale * __half2float(__low2half(reinterpret_cast<const __half2&>(wide)));
+    } else {
+      return k_scale * float(*reinterpret_cast<const typename Traits::T*>(at));
+    }
+  };
+}
+
+// Elements d and d + 1 of a key of the tile, transformed. Not inlined: a tile has hundreds of places that
+// ask, and a functor of some length in each of them takes a minute to compile.
+template <class Traits>
+__device__ __noinline__ uint32_t transformed_keys(const AttentionParams& p, uint32_t k_tile, int request,
+                                                  int position, int kv_head, int key, int d, float whole) {
+  const auto load = key_loader<Traits>(p, k_tile, key, kv_head);
+  const KeyIndexOf<int> index{request, position, kv_head};
+  return ptx::pack2<typename Traits::T>(Variant::template key_transform<float>(p, load, d, index, whole),
+                                        Variant::template key_transform<float>(p, load, d + 1, index, whole));
+}
+
 template <class Traits>
 struct Consumer {
   using T = typename Traits::T;
@@ -120,7 +149,9 @@ struct Consumer {
         }
         const T* q_row = from + int64_t(token) * p.q_stride_token + int64_t(head) * p.q_stride_head;
         if constexpr (Variant::kTransformsQuery)
-          raw[i] = transformed_query(q_row, chunk * 8, w.first_pos + token, head);
+          raw[i] = transformed_query(
+              q_row, chunk * 8,
+              {w.request, token, w.first_pos + token, w.token_begin + token, head, w.kv_head});
         else
           raw[i] = __ldg(reinterpret_cast<const uint4*>(q_row + chunk * 8));
       }
@@ -143,14 +174,14 @@ struct Consumer {
     sync_columns();
   }
 
-  __device__ __forceinline__ uint4 transformed_query(const T* row, int column, int position, int head) const {
+  __device__ __forceinline__ uint4 transformed_query(const T* row, int column, const RowIndex& index) const {
     const auto load = [&](int d) { return float(row[d]); };
+    const float whole = Variant::query_row(p, load, index);
     uint32_t pairs[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      pairs[e] = ptx::pack2<T>(
-          Variant::template query_transform<DeviceMath>(p, load, column + 2 * e, position, head),
-          Variant::template query_transform<DeviceMath>(p, load, column + 2 * e + 1, position, head));
+      pairs[e] = ptx::pack2<T>(Variant::query_transform(p, load, column + 2 * e, index, whole),
+                               Variant::query_transform(p, load, column + 2 * e + 1, index, whole));
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
 
@@ -160,29 +191,25 @@ struct Consumer {
     ptx::ldmatrix_x4(a, chunk_pair(base, 16, step));
   }
 
-  // Elements d and d + 1 of a key of the tile, transformed.
-  __device__ __forceinline__ uint32_t transformed_keys(uint32_t k_tile, int key_begin, int key, int d) const {
-    const char* tile = static_cast<const char*>(__cvta_shared_to_generic(k_tile));
-    const auto load = [&](int e) {
-      const char* at = tile + swizzled(kKvTile, key, e * int(sizeof(TKV)) / 16) + e * int(sizeof(TKV)) % 16;
-      if constexpr (Traits::kFp8) {
-        const uint32_t wide = ptx::widen2<__half, TKV>(*reinterpret_cast<const uint8_t*>(at));
-        return __half2float(__low2half(reinterpret_cast<const __half2&>(wide)));
-      } else {
-        return float(*reinterpret_cast<const T*>(at));
-      }
-    };
-    return ptx::pack2<T>(
-        Variant::template key_transform<DeviceMath>(p, load, d, key_begin + key, w.kv_head),
-        Variant::template key_transform<DeviceMath>(p, load, d + 1, key_begin + key, w.kv_head));
+  // What the variant makes of the whole key that this lane multiplies of each eight.
+  __device__ __forceinline__ void read_key_rows(uint32_t k_tile, int key_begin,
+                                                float (&whole)[kTiles]) const {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      const int key = t * 8 + lane / 4;
+      whole[t] = Variant::template key_row<float>(p, key_loader<Traits>(p, k_tile, key, w.kv_head),
+                                                  KeyIndexOf<int>{w.request, key_begin + key, w.kv_head});
+    }
   }
 
   // Fragment of K for kstep `step` and keys 8 t .. 8 t + 7, by way of the variant's transform.
   __device__ __forceinline__ void multiply_transformed(float (&d)[4], const uint32_t (&a)[4], uint32_t k_tile,
-                                                       int key_begin, int t, int step) const {
+                                                       int key_begin, int t, int step, float whole) const {
     const int key = t * 8 + lane / 4, lo = step * 16 + (lane % 4) * (Traits::kFp8 ? 4 : 2);
-    ptx::mma_m16n8k16<T>(d, a, transformed_keys(k_tile, key_begin, key, lo),
-                         transformed_keys(k_tile, key_begin, key, lo + (Traits::kFp8 ? 2 : 8)));
+    const auto pair_at = [&](int at) {
+      return transformed_keys<Traits>(p, k_tile, w.request, key_begin + key, w.kv_head, key, at, whole);
+    };
+    ptx::mma_m16n8k16<T>(d, a, pair_at(lo), pair_at(lo + (Traits::kFp8 ? 2 : 8)));
   }
 
   // Logits of the tile's keys.
@@ -191,6 +218,8 @@ struct Consumer {
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[t][e] = 0.f;
+    [[maybe_unused]] float whole[kTiles];
+    if constexpr (Variant::kTransformsKey) read_key_rows(k_tile, key_begin, whole);
     // One ldmatrix reads 16 keys x 2 chunks: one kstep of 16-bit elements, two of 8-bit ones.
     constexpr int kStepsRead = Traits::kFp8 ? 2 : 1;
     const int key = (lane & 7) + ((lane >> 4) << 3);
@@ -215,8 +244,8 @@ struct Consumer {
 #pragma unroll
         for (int n = 0; n < kTiles / 2; ++n) {
           if constexpr (Variant::kTransformsKey) {
-            multiply_transformed(s[2 * n], a, k_tile, key_begin, 2 * n, step);
-            multiply_transformed(s[2 * n + 1], a, k_tile, key_begin, 2 * n + 1, step);
+            multiply_transformed(s[2 * n], a, k_tile, key_begin, 2 * n, step, whole[2 * n]);
+            multiply_transformed(s[2 * n + 1], a, k_tile, key_begin, 2 * n + 1, step, whole[2 * n + 1]);
           } else if constexpr (Traits::kFp8) {
             // A register holds four of a key's elements: of one kstep under the permuted order.
             multiply8(s[2 * n], a, b[n][j]);

@@ -13,18 +13,41 @@ __device__ __forceinline__ int64_t row_offset(const AttentionParams& p, const La
          int64_t(kv_head * p.group + packed - token * p.group) * stride_head;
 }
 
-__device__ __forceinline__ int qo_head(const AttentionParams& p, const LaunchConstants& c, int packed,
-                                       int kv_head) {
-  return kv_head * p.group + packed - c.group.divide(packed) * p.group;
+inline __device__ float quiet_nan() { return __int_as_float(0x7FC00000); }
+
+// Where packed row `packed` of a request stands. Indices of a composed request's rows are not all known;
+// what depends on them plans flat.
+__device__ __forceinline__ RowIndex row_index(const AttentionParams& p, const LaunchConstants& c, int request,
+                                              int first_pos, int token_begin, int packed, int kv_head) {
+  const int token = c.group.divide(packed);
+  return {
+      request, token, first_pos + token, token_begin + token, kv_head * p.group + packed - token * p.group,
+      kv_head};
 }
 
-inline __device__ float quiet_nan() { return __int_as_float(0x7FC00000); }
+__device__ __forceinline__ RowIndex row_index(const AttentionParams& p, const LaunchConstants& c,
+                                              const Work& w, int packed) {
+  return row_index(p, c, w.request, w.first_pos, w.token_begin, packed, w.kv_head);
+}
+
+// Columns from `column` on of a row's final output, by way of the variant.
+__device__ __forceinline__ float4 output_columns(const AttentionParams& p, float4 o, int column,
+                                                 const RowIndex& i, float lse) {
+  if constexpr (Variant::kTransformsOutput) {
+    if (lse == -INFINITY) return o;
+    o.x = Variant::output_transform(p, o.x, column, i, lse);
+    o.y = Variant::output_transform(p, o.y, column + 1, i, lse);
+    o.z = Variant::output_transform(p, o.z, column + 2, i, lse);
+    o.w = Variant::output_transform(p, o.w, column + 3, i, lse);
+  }
+  return o;
+}
 
 // The final factor of a row's normalised output; moves lse, and stores it where it is wanted.
 __device__ __forceinline__ float finish_row(const AttentionParams& p, const LaunchConstants& c, const Work& w,
                                             int packed, float& lse, bool stores_lse) {
   float factor = 1.f;
-  if (lse != -INFINITY) factor = Variant::finish(p, qo_head(p, c, packed, w.kv_head), w.kv_head, lse);
+  if (lse != -INFINITY) factor = Variant::finish(p, row_index(p, c, w, packed), lse);
   if (w.faults) factor = lse = quiet_nan();
   if (p.lse && stores_lse)
     p.lse[row_offset(p, c, w.token_begin, packed, w.kv_head, p.lse_stride_token, p.lse_stride_head)] = lse;
@@ -70,9 +93,27 @@ __device__ __forceinline__ void store_partial(const Consumer<Traits>& x, int fir
   }
 }
 
+// Row half r of the output becomes what the variant makes of it, with nothing left to multiply.
+template <class Traits>
+__device__ __forceinline__ void transform_columns(Consumer<Traits>& x, int r, const RowIndex& i, float lse,
+                                                  float& factor) {
+#pragma unroll
+  for (int n = 0; n < Consumer<Traits>::kColumns; ++n)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      // The fragments of an fp8 block hold its even and its odd columns.
+      const int within = Traits::kFp8 ? (x.lane % 4) * 4 + 2 * e + n % 2 : n % 2 * 8 + (x.lane % 4) * 2 + e;
+      const int column = x.column_warp * Traits::kWarpColumns + n / 2 * 16 + within;
+      float& o = x.out[n][2 * r + e];
+      o *= factor;
+      if (lse != -INFINITY) o = Variant::output_transform(x.p, o, column, i, lse);
+    }
+  factor = 1.f;
+}
+
 // Final rows of one warp go through its slice to leave as whole 16-byte chunks.
 template <class Traits>
-__device__ __forceinline__ void store_final(const Consumer<Traits>& x, float (&lse)[2], float (&factor)[2]) {
+__device__ __forceinline__ void store_final(Consumer<Traits>& x, float (&lse)[2], float (&factor)[2]) {
   using T = typename Traits::T;
   const AttentionParams& p = x.p;
   const Work& w = x.w;
@@ -84,6 +125,9 @@ __device__ __forceinline__ void store_final(const Consumer<Traits>& x, float (&l
     if (row < w.q_rows)
       factor[r] *= finish_row(p, x.c, w, w.q_begin + row, lse[r], x.lane % 4 == 0 && x.column_warp == 0);
     const int slice_row = x.lane / 4 + r * 8;
+    if constexpr (Variant::kTransformsOutput) {
+      if (row < w.q_rows) transform_columns(x, r, row_index(p, x.c, w, w.q_begin + row), lse[r], factor[r]);
+    }
 #pragma unroll
     for (int n = 0; n < Consumer<Traits>::kBlocks; ++n) {
       if constexpr (Traits::kFp8) {
@@ -161,11 +205,13 @@ __device__ __forceinline__ void load_part(const AttentionParams& p, int state_ro
 template <class Traits>
 __device__ __forceinline__ void store_merged(const AttentionParams& p, const LaunchConstants& c,
                                              int token_begin, int packed, int kv_head, int vector, float4 o,
-                                             float lse) {
+                                             float lse, int request = 0, int first_pos = 0) {
   using T = typename Traits::T;
-  float factor = lse != -INFINITY ? Variant::finish(p, qo_head(p, c, packed, kv_head), kv_head, lse) : 1.f;
+  const auto index = [&] { return row_index(p, c, request, first_pos, token_begin, packed, kv_head); };
+  float factor = lse != -INFINITY ? Variant::finish(p, index(), lse) : 1.f;
   if (lse != lse) factor = lse;  // a part that met a fault, however it was joined
   o = times(o, factor);
+  if constexpr (Variant::kTransformsOutput) o = output_columns(p, o, vector * 4, index(), lse);
   T* to = static_cast<T*>(p.out) + vector * 4 +
           row_offset(p, c, token_begin, packed, kv_head, p.out_stride_token, p.out_stride_head);
   *reinterpret_cast<uint2*>(to) = make_uint2(ptx::pack2<T>(o.x, o.y), ptx::pack2<T>(o.z, o.w));
@@ -176,11 +222,12 @@ __device__ __forceinline__ void store_merged(const AttentionParams& p, const Lau
 template <class Traits>
 __device__ __forceinline__ void store_sum(const AttentionParams& p, const LaunchConstants& c,
                                           const Accumulator& sum, int token_begin, int packed, int kv_head,
-                                          int vector) {
+                                          int vector, int request = 0, int first_pos = 0) {
   float inverse = sum.sum > 0.f ? 1.f / sum.sum : sum.sum;
   float lse = sum.sum > 0.f ? sum.top + logf(sum.sum) : sum.sum == 0.f ? -INFINITY : sum.sum;
   if (!Variant::kSoftmax && sum.sum == sum.sum) inverse = 1.f, lse = 0.f;
-  store_merged<Traits>(p, c, token_begin, packed, kv_head, vector, times(sum.acc, inverse), lse);
+  store_merged<Traits>(p, c, token_begin, packed, kv_head, vector, times(sum.acc, inverse), lse, request,
+                       first_pos);
 }
 
 // Parts that are joined relative to their common maximum. Rows of composed requests have few parts each.
@@ -313,6 +360,8 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
       } else if (w.partial < 0) {
         const int packed = w.q_begin + tile_row;
         acc = times(acc, inverse * finish_row(p, x.c, w, packed, lse, leads));
+        if constexpr (Variant::kTransformsOutput)
+          acc = output_columns(p, acc, column, row_index(p, x.c, w, packed), lse);
         T* to = static_cast<T*>(p.out) + column +
                 row_offset(p, x.c, w.token_begin, packed, w.kv_head, p.out_stride_token, p.out_stride_head);
         *reinterpret_cast<uint2*>(to) = make_uint2(ptx::pack2<T>(acc.x, acc.y), ptx::pack2<T>(acc.z, acc.w));
@@ -367,7 +416,9 @@ __device__ __forceinline__ void merge(const AttentionParams& p, const LaunchCons
                               joined(acc.w, a, o.w, b));
           lse = next;
         }
-        if (valid) store_merged<Traits>(p, c, w.token_begin, w.q_begin + row, w.kv_head, vector, acc, lse);
+        if (valid)
+          store_merged<Traits>(p, c, w.token_begin, w.q_begin + row, w.kv_head, vector, acc, lse, w.request,
+                               w.first_pos);
       } else {
         Accumulator sum;
         for (int begin = w.parts_begin + share; valid && begin < w.parts_end; begin += kMergeBatch * shares) {
@@ -405,7 +456,8 @@ __device__ __forceinline__ void merge(const AttentionParams& p, const LaunchCons
           ptx::named_barrier(1, kConsumers);
         }
         if (valid && share == 0)
-          store_sum<Traits>(p, c, sum, w.token_begin, w.q_begin + row, w.kv_head, vector);
+          store_sum<Traits>(p, c, sum, w.token_begin, w.q_begin + row, w.kv_head, vector, w.request,
+                            w.first_pos);
       }
     }
   }

@@ -40,7 +40,8 @@ __device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, ui
                                        Ring<Traits::kStages> stage, int first, int step, int tiles,
                                        BeforeTile before_tile) {
   const int kv_begin = x.w.kv_begin;
-  float scale = x.p.scale * x.p.k_scale[x.w.kv_head * x.p.k_scale_stride];
+  float scale = x.p.scale;
+  if constexpr (!Variant::kTransformsKey) scale *= x.p.k_scale[x.w.kv_head * x.p.k_scale_stride];
   // A negative scale would make the least logit the maximum: better no number than a wrong one.
   if (!kTransform && !(scale > 0.f)) scale = quiet_nan();
   const bool has_rows = x.group * 16 < x.w.q_rows;  // a group without rows frees its tiles all the same

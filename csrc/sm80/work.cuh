@@ -181,7 +181,7 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
     w.faults = kFaultLengths;
     kv_len = 0;
   }
-  if constexpr (kMask) {
+  if constexpr (kPackedMask) {
     const int64_t bits = int64_t(q_len) * p.mask_kv_len[item.request], begin = p.mask_begin[item.request];
     if (bits < 0 || begin < 0 || begin + (bits + 7) / 8 > p.mask_bytes) {
       w.faults = kFaultLengths;

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fi_backend.core.attention_checks import (
     take_workspace,
 )
 from fi_backend.core.block_sparse import BlockSparse
-from fi_backend.core.custom_mask import PackedMask, pack_mask
+from fi_backend.core.custom_mask import PackedMask, pack_for
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.plan import Plan
 from fi_backend.core.plan_buffer import PlanBuffer
@@ -28,6 +28,9 @@ from fi_backend.core.share_tally import ShareTally
 from fi_backend.core.sharing import SharingLimits, flat_reason
 from fi_backend.core.spec import AttentionSpec
 from fi_backend.core.support import cost_model, default_workers, query_tiles, resolve, unsupported_reason
+from fi_backend.core.variant import AttentionVariant
+from fi_backend.core.variant_args import VariantArguments
+from fi_backend.core.variant_names import find_variant
 from fi_backend.errors import PlanError, UnsupportedError
 
 _Scale = float | Tensor
@@ -44,7 +47,8 @@ class BatchAttention:
     run the queues of the paper's Algorithm 1 instead of drawing items by ticket. workspace: uint8, at
     least workspace_size() bytes, contents arbitrary; layers that run one after another may share it
     (default: an own one). costs: the planner's cost model (default: that of the device). sharing: capacity
-    for prefixes that several requests share (default: none).
+    for prefixes that several requests share (default: none). variant: functors of the user, or the name of a
+    registered variant; the first use compiles it.
 
     tally: what shared prefixes have saved, or None without sharing. All memory is allocated here, but the
     output when none is given. Raises UnsupportedError when the spec cannot run on the device.
@@ -63,8 +67,10 @@ class BatchAttention:
         workspace: Tensor | None = None,
         costs: CostModel | None = None,
         sharing: SharingLimits | None = None,
+        variant: AttentionVariant | str | None = None,
     ) -> None:
-        if reason := unsupported_reason(spec, device):
+        self.variant = find_variant(variant)
+        if reason := unsupported_reason(spec, device, self.variant):
             raise UnsupportedError(reason)
         if max_kv_len > _MAX_KV_LEN:
             raise ValueError(f"max_kv_len: expected at most {_MAX_KV_LEN}; got {max_kv_len}.")
@@ -79,8 +85,10 @@ class BatchAttention:
             planned_queues=planned_queues,
             tiles=query_tiles(spec, self.device),
             sharing=sharing,
+            variant=self.variant,
         )
-        self._kernel = kernels.attention_key(spec, self.device)
+        self._kernel = kernels.attention_key(spec, self.device, self.variant)
+        self._variant = VariantArguments(self.variant, self.device) if self.variant else None
         self._capacity = torch.tensor(self.planner.capacity, dtype=torch.int64, device="cpu")
         self._plan_buffer = PlanBuffer(self.planner.layout.total, self.device)
         self._workspace = take_workspace(workspace, self.workspace_size(), self.device)
@@ -151,7 +159,7 @@ class BatchAttention:
                 raise PlanError(
                     "forest: expected qo_indptr_host and kv_lens_host with it; got lengths on the device."
                 )
-            mask = self._pack(custom_mask, None, None)
+            mask = pack_for(self.spec, custom_mask, None, None, self.device)
             searched = page_table if detect_prefixes and self._shares("detect_prefixes") else None
             self._plan_on_device(qo_indptr, page_table.kv_lens, searched, shareable)
             plan = None
@@ -162,7 +170,7 @@ class BatchAttention:
                 expect_tensor(name, tensor)
                 if tensor.device.type != "cpu":
                     raise PlanError(f"{name}: expected a host tensor, given with the other one; got none.")
-            mask = self._pack(custom_mask, q_host, kv_host)
+            mask = pack_for(self.spec, custom_mask, q_host, kv_host, self.device)
             if detect_prefixes and self._shares("detect_prefixes"):
                 forest = self._find_forest(q_host, kv_host, page_table, shareable)
             plan = self._plan_on_host(q_host, kv_host, self._shared(forest))
@@ -171,7 +179,7 @@ class BatchAttention:
         return plan
 
     def _shares(self, name: str) -> bool:
-        if flat_reason(self.spec):
+        if flat_reason(self.spec, self.variant):
             return False
         if self.planner.sharing is None:
             raise PlanError(
@@ -232,6 +240,7 @@ class BatchAttention:
         v_scale: _Scale = 1.0,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
+        variant_args: Mapping[str, float | Tensor] | None = None,
     ) -> Tensor:
         """Compute attention of the planned step.
 
@@ -244,6 +253,8 @@ class BatchAttention:
             lse = -inf.
         k_scale, v_scale: dequantisation of K and V: a float, or float32 [1] or [num_kv_heads].
         alibi_slopes, sinks: float32 [num_qo_heads]; needed exactly when the spec says so.
+        variant_args: parameters of the variant by name; those that have no default are needed. Tensors lie
+            where q does; a captured graph reads them, and the numbers of now, when it is replayed.
 
         Returns out. Raises PlanError without a plan; ValueError or TypeError naming the argument.
         """
@@ -259,6 +270,8 @@ class BatchAttention:
             out = q.new_empty(q.shape[0], spec.num_qo_heads, spec.head_dim_v)
         expect_given("alibi_slopes", alibi_slopes, spec.alibi)
         expect_given("sinks", sinks, spec.sinks)
+        if self._variant is None and variant_args:
+            raise ValueError("variant_args: expected None without a variant; got some.")
         kernels.run_attention(
             self._kernel,
             spec,
@@ -278,22 +291,8 @@ class BatchAttention:
             out,
             lse,
             self.num_ctas,
+            None if self._variant is None else self._variant.values(variant_args),
         )
         if self.device.type == "cuda" and env.debug():
             self._plan_buffer.raise_faults(self.planner.layout)
         return out
-
-    def _pack(
-        self,
-        mask: Tensor | Sequence[Tensor] | PackedMask | None,
-        qo_indptr: Tensor | None,
-        kv_lens: Tensor | None,
-    ) -> PackedMask | None:
-        if (mask is not None) != self.spec.custom_mask:
-            expected = "a mask" if self.spec.custom_mask else "None"
-            raise PlanError(f"custom_mask: expected {expected}, as spec.custom_mask says; got the opposite.")
-        if mask is None or isinstance(mask, PackedMask):
-            return mask
-        if qo_indptr is None or kv_lens is None:
-            raise PlanError("qo_indptr_host, kv_lens_host: expected both with a custom mask; got None.")
-        return pack_mask(mask, qo_indptr.diff(), kv_lens, self.device)

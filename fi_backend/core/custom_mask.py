@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fi_backend.core.spec import AttentionSpec
+from fi_backend.errors import PlanError
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMask:
@@ -71,3 +74,25 @@ def pack_mask(
     bits = np.concatenate(packed) if packed else np.zeros(0, dtype=np.uint8)
     parts = (torch.from_numpy(bits), torch.from_numpy(begin), kv_lens.clone())
     return PackedMask(*(part.to(device) for part in parts))
+
+
+def pack_for(
+    spec: AttentionSpec,
+    mask: Tensor | Sequence[Tensor] | PackedMask | None,
+    qo_indptr: Tensor | None,
+    kv_lens: Tensor | None,
+    device: torch.device,
+) -> PackedMask | None:
+    """Return the packed mask of a step of `spec`, or None where the spec has none.
+
+    mask: as pack_mask() takes it, or packed. qo_indptr, kv_lens: host int32, exact. Raises PlanError when one
+    is missing, or a mask is given without need.
+    """
+    if (mask is not None) != spec.custom_mask:
+        expected = "a mask" if spec.custom_mask else "None"
+        raise PlanError(f"custom_mask: expected {expected}, as spec.custom_mask says; got the opposite.")
+    if mask is None or isinstance(mask, PackedMask):
+        return mask
+    if qo_indptr is None or kv_lens is None:
+        raise PlanError("qo_indptr_host, kv_lens_host: expected both with a custom mask; got None.")
+    return pack_mask(mask, qo_indptr.diff(), kv_lens, device)

@@ -19,6 +19,10 @@ from fi_backend.core.jit.arch import cuda_arch, shared_kib
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.shipped import build_options
 from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.variant import AttentionVariant
+from fi_backend.core.variant_args import VariantValues
+from fi_backend.core.variant_source import digest, explain, variant_module
+from fi_backend.errors import BuildError
 
 OPS_MODULE = jit.ModuleSpec(
     name="cpu_ops", sources=("cpu/append.cc", "cpu/merge.cc", "cpu/pack_mask.cc", "bind/cpu_ops.cc")
@@ -75,12 +79,23 @@ _kernels: dict[str, Any] = {}
 _ready: set[tuple[str, torch.device]] = set()
 
 
-def attention_key(spec: AttentionSpec, device: torch.device) -> str:
-    """Build or load the module for `spec` and return the name that run_attention() knows it by."""
+def attention_key(spec: AttentionSpec, device: torch.device, variant: AttentionVariant | None = None) -> str:
+    """Build or load the module for `spec` and return the name that run_attention() knows it by.
+
+    Raises BuildError; where a variant does not compile, with the lines of its bodies.
+    """
     module = attention_module(spec, device)
     key = f"{module.name}@{module.arch}"
+    if variant is not None:
+        module = variant_module(module, variant)
+        key = f"{module.name}@{module.arch}@{digest(module)}"
     if (key, device) not in _ready:
-        native = jit.load(module)
+        try:
+            native = jit.load(module)
+        except BuildError as error:
+            if variant is None:
+                raise
+            raise explain(variant, error) from None
         _kernels[key] = native.run
         if device.type == "cuda":
             native.prepare(torch.empty(0, device=device))  # on each device, and not in a capture
@@ -107,8 +122,11 @@ def run_attention(
     out: Tensor,
     lse: Tensor | None,
     num_ctas: int,
+    variant: VariantValues | None = None,
 ) -> None:
     """Run a planned step; arguments as in BatchAttention.run() and .plan(); num_ctas: the grid on CUDA.
+
+    variant: the arguments of the variant that `kernel` was compiled with.
 
     Raises ValueError or TypeError naming the argument before anything is written.
     """
@@ -145,23 +163,33 @@ def run_attention(
         lse,
     )
     if torch.compiler.is_compiling():
-        torch.ops.fi_backend.attention(kernel, *arguments)
-    else:
+        if variant is None:
+            torch.ops.fi_backend.attention(kernel, *arguments)
+        else:
+            torch.ops.fi_backend.variant_attention(kernel, *arguments, *variant)
+    elif variant is None:
         _attention(kernel, *arguments)
+    else:
+        _variant_attention(kernel, *arguments, *variant)
 
 
 _PARAMETERS = [part.split() for part in _SCHEMA[: _SCHEMA.index(") -> ")].split(", ")]
 _PLAN = [name for _, name in _PARAMETERS[1:]].index("plan")
 
 
-def _attention(kernel: str, *arguments: Any) -> None:
+def _variant_attention(kernel: str, *arguments: Any) -> None:
+    *common, tensors, scalars = arguments
+    _attention(kernel, *common, values=([*tensors, *scalars],))
+
+
+def _attention(kernel: str, *arguments: Any, values: tuple[Any, ...] = ()) -> None:
     *inputs, num_ctas, out, lse = arguments
     device = inputs[_PLAN].device  # ours, unlike the other tensors
     try:
         if device.type == "cuda":
-            _kernels[kernel](*inputs, num_ctas, out, lse)
+            _kernels[kernel](*inputs, num_ctas, out, lse, *values)
         else:
-            _kernels[kernel](*inputs, env.debug(), torch.get_num_threads(), out, lse)
+            _kernels[kernel](*inputs, env.debug(), torch.get_num_threads(), out, lse, *values)
     except (RuntimeError, TypeError) as error:
         # What the conversion to DLPack refuses, the native checks cannot name.
         for (kind, name), value in zip(_PARAMETERS, (kernel, *arguments), strict=True):
@@ -178,3 +206,10 @@ def _attention(kernel: str, *arguments: Any) -> None:
 
 
 ops.define(_SCHEMA, _attention, lambda *_: None)
+ops.define(
+    _SCHEMA.replace("attention(", "variant_attention(", 1).replace(
+        ") -> ()", ", Tensor?[] variant_tensors, float[] variant_scalars) -> ()"
+    ),
+    _variant_attention,
+    lambda *_: None,
+)

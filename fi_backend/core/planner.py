@@ -15,6 +15,7 @@ from fi_backend.core.jit.arch import cuda_arch
 from fi_backend.core.plan import PlanLayout
 from fi_backend.core.sharing import SharingLimits, flat_reason
 from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.variant import AttentionVariant
 
 if TYPE_CHECKING:
     from fi_backend.core.page_table import PageTable
@@ -121,6 +122,7 @@ class Planner:
     spec, limits: see there. num_ctas: CTAs (threads on a CPU) to balance over. planned_queues: also assign
     every item to a CTA by the paper's Algorithm 1. costs: the cost model. tiles: least and greatest query
     tile height that the kernels have, of QUERY_TILES. sharing: capacity for shared prefixes (default: none).
+    variant: the user's, which may ask for flat plans.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class Planner:
         planned_queues: bool = False,
         tiles: tuple[int, int] = (1, 128),
         sharing: SharingLimits | None = None,
+        variant: AttentionVariant | None = None,
     ) -> None:
         if isinstance(num_ctas, bool) or not isinstance(num_ctas, int):
             raise TypeError(f"num_ctas: expected an int; got {num_ctas!r} of type {type(num_ctas).__name__}.")
@@ -144,7 +147,7 @@ class Planner:
             )
         self.limits = limits
         self.costs = costs
-        self.sharing = None if flat_reason(spec) else sharing
+        self.sharing = None if flat_reason(spec, variant) else sharing
         self.config = torch.tensor(
             [
                 *astuple(limits),

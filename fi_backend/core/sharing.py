@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.variant import AttentionVariant
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ class SharingLimits:
         )
 
 
-def flat_reason(spec: AttentionSpec) -> str | None:
-    """Why batches of `spec` are planned flat whatever their requests share, or None.
+def flat_reason(spec: AttentionSpec, variant: AttentionVariant | None = None) -> str | None:
+    """Why batches of `spec` with `variant` are planned flat whatever their requests share, or None.
 
     The states of a prefix are computed for rows of many requests at once, so that nothing in them may depend
     on a row's position or request, nor on which requests there are.
@@ -53,4 +54,4 @@ def flat_reason(spec: AttentionSpec) -> str | None:
         return "custom_mask: which keys of a prefix are visible depends on the row"
     if spec.alibi:
         return "alibi: logits depend on the distance to the row"
-    return None
+    return None if variant is None else variant.flat_reason

@@ -7,6 +7,7 @@ import torch
 
 from fi_backend.core.planner import CostModel
 from fi_backend.core.spec import FP8_DTYPES, AttentionSpec
+from fi_backend.core.variant import AttentionVariant
 
 DEVICES = ("cpu", "cuda")
 CUDA_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128))
@@ -15,9 +16,16 @@ CUDA_DTYPES = ("float16", "bfloat16")
 _CUDA_KV_TILE = 64
 
 
-def unsupported_reason(spec: AttentionSpec, device: str | torch.device) -> str | None:
-    """Return why `spec` cannot run on `device`, or None when it can. Compiles and launches nothing."""
+def unsupported_reason(
+    spec: AttentionSpec, device: str | torch.device, variant: AttentionVariant | None = None
+) -> str | None:
+    """Return why `spec` with `variant` cannot run on `device`, or None when it can.
+
+    Compiles and launches nothing.
+    """
     kind = torch.device(device).type
+    if variant is not None and spec.sinks and not variant.softmax:
+        return f"sinks: expected False with variant {variant.name}, which has no softmax; got True."
     if kind not in DEVICES:
         return f"device: this version has kernels for {', '.join(DEVICES)}; got {kind!r}."
     return _cuda_reason(spec) if kind == "cuda" else None

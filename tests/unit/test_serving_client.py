@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,19 @@ def test_a_lost_rate_is_given_up(tmp_path: Path) -> None:
     assert all(outcome.error is None for outcome in run.outcomes)
     assert sum(outcome.stopped is not None for outcome in run.outcomes) > 50
     assert run.late(0.2, run.seconds, requests) > 3
+
+
+def test_the_collector_rests_while_requests_are_under_way(tmp_path: Path) -> None:
+    seen: list[bool] = []
+    load(
+        tmp_path,
+        PROTOCOLS["vllm"],
+        [Request([1], 1, at=0.05 * index) for index in range(20)],
+        watch=lambda _run, _now: seen.append(gc.isenabled()),
+    )
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
 
 
 def test_a_client_hangs_up(tmp_path: Path) -> None:

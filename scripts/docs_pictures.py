@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MkDocs hook: draws the pictures of the documentation with `fi-backend explain`, so that they show what is."""
+"""MkDocs hook: draws the pictures of the documentation with `fi-backend explain`: they show what is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = ROOT / "docs" / "steps"
 PICTURES = ROOT / "docs" / "pictures"
 
 
-def on_pre_build(config: Any) -> None:
+def on_pre_build(**_: Any) -> None:
     """Draw every saved step; a picture that is newer than its step and the planner is left alone."""
     PICTURES.mkdir(exist_ok=True)
     for step in sorted(STEPS.glob("*.json")):

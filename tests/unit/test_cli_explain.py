@@ -271,7 +271,8 @@ def test_svg_says_what_it_shows(tmp_path: Path) -> None:
         "Block-sparse matrix: 2 query tiles × 4 pages, 5 blocks",
         "request 1, q 0–1 (16): 1",
         "Prefix tree: 4 of 16 KV tokens are shared copies (25%)",
-        "CTA loads, longest first to whoever is free: max/mean",
+        "CTA loads, longest first to whoever is free:",
+        "max/mean",
         "full block, page shared by requests",
     ):
         assert label in text

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fi_backend.benchmarks.serving.client import LoadRun
 
 _QUIET_SECONDS = 15.0
+_TABLE_WIDTH = 150  # of a pipe, which has none of its own
 
 
 class ServeView:
@@ -27,6 +28,8 @@ class ServeView:
 
     def __init__(self) -> None:
         self._console = console()
+        if not self._console.is_terminal:
+            self._console.width = max(self._console.width, _TABLE_WIDTH)
         self._rows: list[tuple[str, Mapping[str, Any]]] = []
         self._status = "starting"
         self._said = 0.0

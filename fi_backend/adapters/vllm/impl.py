@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ from fi_backend.errors import UnsupportedError
 from . import compat
 from .metadata import FiMetadata, LayerKind, layer_kind
 from .translate import layer_spec, refuse_unknown_options, sharing_limits, step_limits
+
+
+class _Scales(TypedDict, total=False):
+    k_scale: Tensor
+    v_scale: Tensor
 
 
 class FiAttentionImpl(AttentionImpl[FiMetadata]):
@@ -170,7 +175,7 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
             self._views = tokens_first[..., : self.head_size], tokens_first[..., self.head_size :]
         return self._views
 
-    def _scales(self, layer: Any) -> dict[str, Tensor]:
+    def _scales(self, layer: Any) -> _Scales:
         if not self._quantised:
             return {}
         # One scale or one for each KV head.

@@ -174,6 +174,18 @@ def test_a_composed_plan_gives_the_same(name: str) -> None:
     batch = VariantBatch(q_lens=(1, 1, 1), kv_lens=(300, 280, 400), shared_pages=16, split=True)
     attention = check_variant(name, ORACLES[name], arguments(name, batch), batch)
     assert attention.tally is not None
+    assert attention.tally.take().nodes > 0
+
+
+def test_a_variant_compiles_with_torch() -> None:
+    attention = planned(PARAMS)
+    q, cache = torch.randn(1, 4, 64), torch.randn(1, 16, 2, 64)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return attention.run(x, cache, cache, variant_args=GOOD) * 2
+
+    compiled = torch.compile(twice, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q), twice(q))
 
 
 def test_plugins_are_asked_for_variants() -> None:

@@ -153,6 +153,8 @@ class BatchAttention:
         expect_table(self.spec, self.device, qo_indptr, page_table)
         if detect_prefixes and forest is not None:
             raise PlanError("detect_prefixes: expected False with a forest; got both.")
+        if shareable is not None and not detect_prefixes:
+            raise PlanError("shareable: expected detect_prefixes=True with it; got False.")
         on_device = self.device.type == "cuda" and qo_indptr_host is None and kv_lens_host is None
         if on_device:
             if forest is not None:

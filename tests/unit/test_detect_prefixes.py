@@ -89,6 +89,8 @@ def test_refusals() -> None:
         attention(shares=False).plan(starts, table, detect_prefixes=True)
     with pytest.raises(PlanError, match=r"^detect_prefixes: expected False with a forest; got both"):
         attention().plan(starts, table, detect_prefixes=True, forest=forest)
+    with pytest.raises(PlanError, match=r"^shareable: expected detect_prefixes=True"):
+        attention().plan(starts, table, shareable=torch.zeros(2, dtype=torch.int32))
     long = PageTable(table.indices, table.row_begin, table.row_end, table.kv_lens + 1000, 16)
     with pytest.raises(PlanError, match=r"^shareable\[0\]: expected .* whose pages the row \[0, 64\)"):
         attention().plan(starts, long, detect_prefixes=True)

@@ -46,7 +46,9 @@ def test_two_back_ends_at_two_rates(tmp_path: Path) -> None:
             assert (row["completed"], row["errors"]) == (12, 0)
             low, value, high = (row["ttft_ms"]["p99"][index] for index in (1, 0, 2))
             assert 0 < low <= value <= high
-            assert row["itl_ms"]["p50"][0] > 0
+            # A client that is kept waiting for a core gets several tokens at once, with nothing between them.
+            assert row["itl_ms"]["p50"][0] >= 0
+            assert row["itl_ms"]["p99"][0] > 0
     for row in ours["points"]:
         counts = row["fi"]
         assert counts["attention_calls"] == 2 * counts["steps"] > 0

@@ -7,9 +7,11 @@ the output rounded to the dtype (`baseline` below; unit/test_numeric.py measures
 
 | dtype    | diff, measured | inner error / amplitude, measured | Tolerance(diff, inner, rounding) |
 |----------|----------------|-----------------------------------|----------------------------------|
-| float32  | 2.2e-13        | 8.4e-7                            | 1e-12, 4e-6, 2^-23               |
+| float32  | 2.2e-13        | 8.4e-7                            | 1e-12, 3.2e-6, 2^-23             |
 | float16  | 5.9e-8         | 7.2e-4                            | 2.4e-7, 2^-10, 2^-10             |
 | bfloat16 | 3.8e-6         | 6.0e-3                            | 1.5e-5, 2^-7, 2^-7               |
+
+Measured on a host with AMX; sums of float32 stray half as far on an AMD EPYC.
 
 `diff` is 1 - 2xy / (x^2 + y^2), which no scale of the tensors can hide. The bound of one element is
 inner * amplitude + rounding * |expected|; the amplitude is sum(p * |v|), since cancellation in sum(p * v)
@@ -34,7 +36,7 @@ class Tolerance(NamedTuple):
 
 
 TOLERANCES = {
-    torch.float32: Tolerance(1e-12, 4e-6, 2.0**-23),
+    torch.float32: Tolerance(1e-12, 3.2e-6, 2.0**-23),
     torch.float16: Tolerance(2.4e-7, 2.0**-10, 2.0**-10),
     torch.bfloat16: Tolerance(1.5e-5, 2.0**-7, 2.0**-7),
 }

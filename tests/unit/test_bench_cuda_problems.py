@@ -166,7 +166,8 @@ def test_sampled_rows_are_exact_attention(kv_dtype: str) -> None:
     torch.testing.assert_close(sample.exact, whole[sample.rows])
     # Both ends of the prefill, its tile edges, and the decode rows.
     assert {0, 1, 2, 16, 17, 64, 65, 128, 129, 200, 201, 202, 208} <= set(sample.rows.tolist())
-    assert errors(whole, sample).largest < 1e-12, "float64 sums in another order"
+    # The two may add in another order, where a processor's products of matrices depend on their shapes.
+    assert errors(whole, sample).largest <= 2 * torch.finfo(torch.float64).eps
     wrong = whole.clone()
     wrong[200] += 0.5
     assert errors(wrong, sample).largest == pytest.approx(0.5)

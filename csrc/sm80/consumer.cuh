@@ -107,8 +107,8 @@ struct Consumer {
     state = RowState{};
   }
 
-  // The rows from global memory to the slice; warps that share them share the work. What the slice holds of
-  // rows that do not exist is never looked at.
+  // Sixteen rows from global memory to the slice, those that do not exist as zeros; warps that share them
+  // share the work.
   __device__ __forceinline__ void load_queries() {
     constexpr int kMine = Traits::kHeadDim / 8 / 2 / Traits::kColumnWarps;
     // Few rows, as a decoding request has: less code to fetch, and a quarter of the addresses.

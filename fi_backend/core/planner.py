@@ -91,8 +91,8 @@ class CostModel:
         """The fitted model of a kind of device.
 
         On a CPU the arithmetic of a tile grows with its rows, while on a GPU tensor cores hide it behind the
-        reads of the KV cache. A unit is 3.65 ns of a multiprocessor of an H200; share_latency is what a
-        grid of batches asked for, beside which no step became slower than its flat plan.
+        reads of the KV cache. A unit is 3.65 ns of a multiprocessor of an H200; share_latency is
+        fitted to a grid of batches, of which a few are slower all the same (docs/design/log.md).
         """
         if device.type == "cpu":
             return cls(alpha=1, beta=(4, 5, 7, 11, 18), part_cost=256, share_cost=128)

@@ -74,21 +74,45 @@ WORKLOAD = {
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--way", action="append", choices=list(WAYS), help="of serving, repeated")
+    add_workload(parser)
+    parser.add_argument(
+        "--server", action="append", default=[], help="--server=ARGUMENT of vllm serve, repeated"
+    )
+    parser.add_argument("--logs", type=Path, help="folder for the servers' logs")
+    return parse(parser)
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """Add what all engines are given alike."""
     for name, (default, meaning) in WORKLOAD.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} ({default})")
     parser.add_argument("--shape", choices=list(dummy_llama.SHAPES), default="8b")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument(
-        "--server", action="append", default=[], help="--server=ARGUMENT of vllm serve, repeated"
-    )
     parser.add_argument("--json", type=Path, help="file to write the record to")
-    parser.add_argument("--logs", type=Path, help="folder for the servers' logs")
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the arguments; stops where nothing would be measured."""
     chosen = parser.parse_args()
     if chosen.rounds < 2:
         parser.error(
             f"--rounds: expected at least 2, of which the first is not measured; got {chosen.rounds}"
         )
     return chosen
+
+
+def row_of(rounds: list[list[Outcome]], ready: float) -> dict[str, Any]:
+    """Return the figures of one way of serving. ready: seconds until the engine took requests."""
+    errors = [outcome.error for outcomes in rounds for outcome in outcomes if outcome.error]
+    measured = rounds[1:]
+    return {
+        "itl_ms": percentiles([gap for outcomes in measured for gap in gaps_of_all(outcomes)]),
+        "ttft_ms": percentiles([o.times[0] for outcomes in measured for o in outcomes if o.times]),
+        "round_s": [round(max((o.times[-1] for o in one if o.times), default=0), 2) for one in rounds],
+        "errors": len(errors),
+        "first_error": errors[0] if errors else None,
+        "ready_s": round(ready, 1),
+    }
 
 
 def _serve(chosen: argparse.Namespace, way: str, model: Path, layers: int, folder: Path) -> dict[str, Any]:
@@ -112,19 +136,7 @@ def _serve(chosen: argparse.Namespace, way: str, model: Path, layers: int, folde
             for requests in rounds_of(chosen, dummy_llama.SHAPES[chosen.shape]["vocab_size"])
         ]
         preemptions = server.metric("vllm:num_preemptions_total")
-    errors = [outcome.error for outcomes in rounds for outcome in outcomes if outcome.error]
-    measured = rounds[1:]
-    row = {
-        "itl_ms": percentiles([gap for outcomes in measured for gap in gaps_of_all(outcomes)]),
-        "ttft_ms": percentiles([o.times[0] for outcomes in measured for o in outcomes if o.times]),
-        "round_s": [
-            round(max((o.times[-1] for o in outcomes if o.times), default=0), 2) for outcomes in rounds
-        ],
-        "errors": len(errors),
-        "first_error": errors[0] if errors else None,
-        "ready_s": round(ready, 1),
-        "preemptions": preemptions,
-    }
+    row = {**row_of(rounds, ready), "preemptions": preemptions}
     served = total(read_stats(stats) if stats.is_dir() else [])
     ours = served.layers > 0
     if (backend == "FI") != ours or served.layers % layers:

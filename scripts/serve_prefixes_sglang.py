@@ -24,7 +24,7 @@ from fi_backend.core.counters import read_stats, total
 from load import Outcome, Request
 from models import dummy_llama
 from recording import circumstances
-from serve_prefixes import WORKLOAD, gaps_of_all, percentiles, rounds_of
+from serve_prefixes import WORKLOAD, add_workload, parse, rounds_of, row_of
 
 # Way of serving: the attention back end, and the switch of shared reading.
 WAYS = {"shared": ("fi", "1"), "flat": ("fi", "0"), "triton": ("triton", "1"), "fa3": ("fa3", "1")}
@@ -55,19 +55,10 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--way", action="append", choices=list(WAYS), help="of serving, repeated")
-    for name, (default, meaning) in WORKLOAD.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} ({default})")
-    parser.add_argument("--shape", choices=list(dummy_llama.SHAPES), default="8b")
+    add_workload(parser)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--device", default="cuda", help="cpu, to try the script")
-    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument("--json", type=Path, help="file to write the record to")
-    chosen = parser.parse_args()
-    if chosen.rounds < 2:
-        parser.error(
-            f"--rounds: expected at least 2, of which the first is not measured; got {chosen.rounds}"
-        )
-    return chosen
+    return parse(parser)
 
 
 def _serve(chosen: argparse.Namespace, way: str, model: Path, layers: int, stats: Path) -> dict[str, Any]:
@@ -101,15 +92,7 @@ def _serve(chosen: argparse.Namespace, way: str, model: Path, layers: int, stats
         ]
     finally:
         engine.shutdown()
-    errors = [outcome.error for outcomes in rounds for outcome in outcomes if outcome.error]
-    row = {
-        "itl_ms": percentiles([gap for outcomes in rounds[1:] for gap in gaps_of_all(outcomes)]),
-        "ttft_ms": percentiles([o.times[0] for outcomes in rounds[1:] for o in outcomes if o.times]),
-        "round_s": [round(max((o.times[-1] for o in one if o.times), default=0), 2) for one in rounds],
-        "errors": len(errors),
-        "first_error": errors[0] if errors else None,
-        "ready_s": round(ready, 1),
-    }
+    row = row_of(rounds, ready)
     served = total(read_stats(stats) if stats.is_dir() else [])
     if (backend == "fi") != (served.layers == layers):
         raise SystemExit(f"{way}: another back end served the layers; fi counted {served}")

@@ -58,6 +58,9 @@ def test_two_back_ends_at_two_rates(tmp_path: Path) -> None:
     assert all(row["fi"] is None for row in theirs["points"])
     lines = [json.loads(line) for line in (tmp_path / REQUESTS).read_text().splitlines()]
     assert [(line["received_tokens"], line["error"]) for line in lines] == [(64, None)] * 48
-    # Every stream took time, in whatever pieces its tokens arrived.
-    assert all(times[-1] > times[0] > 0 for line in lines for times in line["piece_ms"])
+    # A server that waits for a core may hand out all tokens of a stream at once, but not of every stream.
+    streams = [times for line in lines for times in line["piece_ms"]]
+    assert len(streams) == 4 * 48
+    assert all(times[0] > 0 and times == sorted(times) for times in streams)
+    assert sum(times[-1] > times[0] for times in streams) > len(streams) / 2
     assert "<svg" in (tmp_path / "report.html").read_text()

@@ -77,8 +77,8 @@ inline AttentionParams read_arguments(
     int64_t page_size, int64_t num_pages, TensorView plan, TensorView caps, TensorView workspace,
     double scale, TensorView k_scale, TensorView v_scale, bool causal, int64_t window_left, double soft_cap,
     Optional<TensorView> alibi, Optional<TensorView> sinks, Optional<TensorView> mask,
-    Optional<TensorView> mask_begin, Optional<TensorView> mask_kv_len, int64_t workers, TensorView out,
-    Optional<TensorView> lse) {
+    Optional<TensorView> mask_begin, Optional<TensorView> mask_kv_len, int64_t mask_heads, int64_t workers,
+    TensorView out, Optional<TensorView> lse) {
   AttentionParams p{};
   const DLDevice device = q.device();
   expect_dtype("q", q, kQuery);
@@ -171,6 +171,10 @@ inline AttentionParams read_arguments(
     p.mask_begin = data<const int64_t>(mask_begin.value());
     p.mask_kv_len = data<const int32_t>(mask_kv_len.value());
     p.mask_bytes = mask.value().size(0);
+    if (mask_heads != 1 && mask_heads != kv_heads && mask_heads != heads)
+      TVM_FFI_THROW(ValueError) << "mask_heads: expected 1, the " << kv_heads << " KV heads or the " << heads
+                                << " query heads; got " << mask_heads << ".";
+    p.mask_heads = int32_t(mask_heads);
   }
 
   expect_device("out", out, device);

@@ -18,7 +18,8 @@ void expect_rows_inside(const AttentionParams& p, int64_t available) {
 
 void expect_mask_inside(const AttentionParams& p, int64_t bytes) {
   for (int32_t r = 0; r < p.num_requests; ++r) {
-    const int64_t bits = (int64_t(p.qo_indptr[r + 1]) - p.qo_indptr[r]) * p.mask_kv_len[r];
+    const int64_t rows = (int64_t(p.qo_indptr[r + 1]) - p.qo_indptr[r]) * p.mask_heads;
+    const int64_t bits = rows * p.mask_kv_len[r];
     if (p.mask_begin[r] < 0 || p.mask_kv_len[r] < 0 || p.mask_begin[r] + (bits + 7) / 8 > bytes)
       TVM_FFI_THROW(ValueError) << "mask: expected request " << r << " within the " << bytes
                                 << " bytes of the mask; got " << bits << " bits from byte " << p.mask_begin[r]
@@ -34,14 +35,14 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_ind
          TensorView caps, TensorView workspace, double scale, TensorView k_scale, TensorView v_scale,
          bool causal, int64_t window_left, double soft_cap, Optional<TensorView> alibi,
          Optional<TensorView> sinks, Optional<TensorView> mask, Optional<TensorView> mask_begin,
-         Optional<TensorView> mask_kv_len, bool debug, int64_t num_threads, TensorView out,
-         Optional<TensorView> lse FI_VARIANT_PARAMETERS) {
+         Optional<TensorView> mask_kv_len, int64_t mask_heads, bool debug, int64_t num_threads,
+         TensorView out, Optional<TensorView> lse FI_VARIANT_PARAMETERS) {
   expect_host("q", q);
   if (num_threads < 1) TVM_FFI_THROW(ValueError) << "num_threads: expected >= 1; got " << num_threads << ".";
   AttentionParams p = read_arguments(q, k_cache, v_cache, qo_indptr, indices, row_begin, row_end, kv_lens,
                                      index_step, index_divisor, page_size, num_pages, plan, caps, workspace,
                                      scale, k_scale, v_scale, causal, window_left, soft_cap, alibi, sinks,
-                                     mask, mask_begin, mask_kv_len, num_threads, out, lse);
+                                     mask, mask_begin, mask_kv_len, mask_heads, num_threads, out, lse);
   FI_READ_VARIANT(p, q.device());
   expect_rows_inside(p, p.level.num_indices);
   if (p.custom_mask) expect_mask_inside(p, p.mask_bytes);

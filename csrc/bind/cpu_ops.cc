@@ -23,8 +23,8 @@ void merge_states(TensorView o, TensorView lse_parts, int64_t num_threads, Tenso
 }
 
 void pack_mask(Optional<TensorView> mask, TensorView source, TensorView qo_indptr, TensorView kv_lens,
-               bool tree, TensorView bits, TensorView mask_kv_len) {
-  cpu::pack_mask(pack_mask_params(mask, source, qo_indptr, kv_lens, tree, bits, mask_kv_len, kHost));
+               bool tree, int64_t heads, TensorView bits, TensorView mask_kv_len) {
+  cpu::pack_mask(pack_mask_params(mask, source, qo_indptr, kv_lens, tree, heads, bits, mask_kv_len, kHost));
 }
 
 }  // namespace fi::bind

@@ -27,13 +27,13 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_ind
          TensorView caps, TensorView workspace, double scale, TensorView k_scale, TensorView v_scale,
          bool causal, int64_t window_left, double soft_cap, Optional<TensorView> alibi,
          Optional<TensorView> sinks, Optional<TensorView> mask, Optional<TensorView> mask_begin,
-         Optional<TensorView> mask_kv_len, int64_t num_ctas, TensorView out,
+         Optional<TensorView> mask_kv_len, int64_t mask_heads, int64_t num_ctas, TensorView out,
          Optional<TensorView> lse FI_VARIANT_PARAMETERS) {
   const CudaCall call("q", q);
   AttentionParams p = read_arguments(q, k_cache, v_cache, qo_indptr, indices, row_begin, row_end, kv_lens,
                                      index_step, index_divisor, page_size, num_pages, plan, caps, workspace,
                                      scale, k_scale, v_scale, causal, window_left, soft_cap, alibi, sinks,
-                                     mask, mask_begin, mask_kv_len, num_ctas, out, lse);
+                                     mask, mask_begin, mask_kv_len, mask_heads, num_ctas, out, lse);
   if (p.head_dim != FI_HEAD_DIM || p.head_dim_v != FI_HEAD_DIM_V)
     TVM_FFI_THROW(ValueError) << "q, v_cache: expected head dimensions " << FI_HEAD_DIM << " and "
                               << FI_HEAD_DIM_V << ", this module's; got " << p.head_dim << " and "

@@ -48,10 +48,10 @@ void merge_states(TensorView o, TensorView lse_parts, TensorView out, TensorView
 }
 
 void pack_mask(Optional<TensorView> mask, TensorView source, TensorView qo_indptr, TensorView kv_lens,
-               bool tree, TensorView bits, TensorView mask_kv_len) {
+               bool tree, int64_t heads, TensorView bits, TensorView mask_kv_len) {
   const CudaCall call("kv_lens", kv_lens);
   const PackMaskParams p =
-      pack_mask_params(mask, source, qo_indptr, kv_lens, tree, bits, mask_kv_len, call.device());
+      pack_mask_params(mask, source, qo_indptr, kv_lens, tree, heads, bits, mask_kv_len, call.device());
   expect_success("pack_mask", cuda::pack_mask(p, call.stream()));
 }
 

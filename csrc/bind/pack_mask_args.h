@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // From the tensors of pack_mask to its parameters, on whichever device they lie.
 #pragma once
+#include <limits>
+
 #include "../core/pack_mask.h"
 #include "tensor_checks.h"
 
@@ -8,7 +10,7 @@ namespace fi::bind {
 
 inline PackMaskParams pack_mask_params(const Optional<TensorView>& mask, const TensorView& source,
                                        const TensorView& qo_indptr, const TensorView& kv_lens, bool tree,
-                                       const TensorView& bits, const TensorView& mask_kv_len,
+                                       int64_t heads, const TensorView& bits, const TensorView& mask_kv_len,
                                        DLDevice device) {
   PackMaskParams p{};
   expect_vector("kv_lens", kv_lens, kInt32, -1, device);
@@ -26,6 +28,9 @@ inline PackMaskParams pack_mask_params(const Optional<TensorView>& mask, const T
   p.qo_indptr = data<const int32_t>(qo_indptr);
   p.kv_lens = data<const int32_t>(kv_lens);
   p.tree = tree;
+  if (heads < 1 || heads > std::numeric_limits<int32_t>::max())
+    TVM_FFI_THROW(ValueError) << "heads: expected 1 or more; got " << heads << ".";
+  p.heads = int32_t(heads);
   p.bits = data<uint8_t>(bits);
   p.stride = p.num_requests ? bits.size(0) / p.num_requests : 0;
   p.mask_kv_len = data<int32_t>(mask_kv_len);

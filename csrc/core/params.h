@@ -61,14 +61,17 @@ struct AttentionParams {
   int32_t k_scale_stride, v_scale_stride;
 
   int32_t causal;
-  int32_t window_left;         // -1: off
-  float soft_cap;              // 0: off
-  const float* alibi_slopes;   // [num_qo_heads] or null
-  const float* sinks;          // [num_qo_heads] or null
-  const uint8_t* custom_mask;  // packed bits, little end first, or null: bit (query token, key) of
-  const int64_t* mask_begin;   // request r is bit mask_begin[r] * 8 + token * mask_kv_len[r] + key
+  int32_t window_left;        // -1: off
+  float soft_cap;             // 0: off
+  const float* alibi_slopes;  // [num_qo_heads] or null
+  const float* sinks;         // [num_qo_heads] or null
+  const uint8_t*
+      custom_mask;  // packed bits, little end first, or null: bit (query token, head, key) of request
+  const int64_t*
+      mask_begin;  // r is bit mask_begin[r] * 8 + (token * mask_heads + head) * mask_kv_len[r] + key
   const int32_t* mask_kv_len;  // row length of the mask; keys past it are masked
   int64_t mask_bytes;
+  int32_t mask_heads;  // 1: one mask for all heads; else num_kv_heads or num_qo_heads
 
   const uint8_t* plan;  // sections at the offsets of `layout`
   PlanLayout layout;

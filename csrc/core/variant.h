@@ -59,8 +59,11 @@ struct StandardVariant {
   static constexpr bool kSoftmax = true, kTransformsQuery = false, kTransformsKey = false;
   static constexpr bool kTransformsOutput = false, kTransformsLogits = false, kMasks = false, kShares = true;
 
-  // The element mask is the same for every head of a KV head's group.
+  // The element mask may differ between the heads of a KV head's group.
   static constexpr bool kMaskPerHead = false;
+  FI_HOST_DEVICE static bool packed_mask_per_head(const AttentionParams& p) {
+    return p.mask_heads > 1 && p.mask_heads != p.num_kv_heads;
+  }
 
   FI_HOST_DEVICE static KeyRange visible_keys(const AttentionParams& p, int32_t q_pos, int32_t kv_len) {
     int32_t begin = 0, end = kv_len;
@@ -76,7 +79,8 @@ struct StandardVariant {
   FI_HOST_DEVICE static bool logits_mask(const AttentionParams& p, const LogitIndex& i) {
     const int32_t width = p.mask_kv_len[i.request];
     if (i.kv_pos >= width) return false;
-    const int64_t bit = int64_t(i.q_token) * width + i.kv_pos;
+    const int32_t head = p.mask_heads == 1 ? 0 : p.mask_heads == p.num_kv_heads ? i.kv_head : i.qo_head;
+    const int64_t bit = (int64_t(i.q_token) * p.mask_heads + head) * width + i.kv_pos;
     return (p.custom_mask[p.mask_begin[i.request] + (bit >> 3)] >> (bit & 7)) & 1;
   }
 

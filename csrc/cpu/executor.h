@@ -320,7 +320,7 @@ class Executor : private ItemRows {
   template <class Engine>
   void attend_tile(Engine& engine, int32_t tile, const Tokens<KV>& tokens, const Tokens<KV>& next) {
     const bool uniform = visible_keys(visible_, 0, tile, tokens);
-    if constexpr (Variant::kMasks) {
+    if (Variant::has_mask(*p_)) {
       uint64_t any = 0;
       for (int r = 0; r < rows_; ++r) any |= visible_[r];
       if (any == 0) return;

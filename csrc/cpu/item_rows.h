@@ -106,8 +106,9 @@ class ItemRows {
  private:
   template <class Variant>
   void apply_mask(uint64_t* visible, int slot, int32_t tile) const {
+    const bool per_head = Variant::kMaskPerHead || Variant::packed_mask_per_head(*p_);
     for (int r = 0; r < rows_; ++r) {
-      if (!Variant::kMaskPerHead && r > 0 && token_[r] == token_[r - 1]) {
+      if (!per_head && r > 0 && token_[r] == token_[r - 1]) {
         visible[r] = visible[r - 1];
         continue;
       }

@@ -2,8 +2,8 @@
 // A work item with the exact lengths of this launch, and the shared memory through which the warps agree.
 #pragma once
 #include "../core/params.h"
-#include "../ptx/cp_async.cuh"
-#include "../ptx/mbarrier.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/mbarrier.cuh"
 #include "choice.cuh"
 #include "launch.h"
 #include "traits.cuh"
@@ -182,7 +182,8 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
     kv_len = 0;
   }
   if constexpr (kPackedMask) {
-    const int64_t bits = int64_t(q_len) * p.mask_kv_len[item.request], begin = p.mask_begin[item.request];
+    const int64_t bits = int64_t(q_len) * p.mask_heads * p.mask_kv_len[item.request];
+    const int64_t begin = p.mask_begin[item.request];
     if (bits < 0 || begin < 0 || begin + (bits + 7) / 8 > p.mask_bytes) {
       w.faults = kFaultLengths;
       kv_len = 0;

@@ -33,8 +33,8 @@ _SCHEMA = (
     "Tensor row_begin, Tensor row_end, Tensor kv_lens, int index_step, int index_divisor, int page_size, "
     "int num_pages, Tensor(a!) plan, Tensor capacity, Tensor(b!) workspace, float scale, Tensor k_scale, "
     "Tensor v_scale, bool causal, int window_left, float soft_cap, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? mask, Tensor? mask_begin, Tensor? mask_kv_len, int num_ctas, Tensor(c!) out, "
-    "Tensor(d!)? lse) -> ()"
+    "Tensor? mask, Tensor? mask_begin, Tensor? mask_kv_len, int mask_heads, int num_ctas, "
+    "Tensor(c!) out, Tensor(d!)? lse) -> ()"
 )
 
 
@@ -158,6 +158,7 @@ def run_attention(
         None if mask is None else mask.bits,
         None if mask is None else mask.begin,
         None if mask is None else mask.kv_len,
+        1 if mask is None else mask.num_heads,
         num_ctas,
         out,
         lse,

@@ -14,21 +14,30 @@ class MaskBuffer:
     """Packed masks at addresses that never move: a captured graph reads what was packed last.
 
     max_requests: of one step. max_q_len, max_kv_len: of one request; every request gets the bytes of such a
-    mask. device: the CPU or a CUDA device, where all tensors below lie.
+    mask. device: the CPU or a CUDA device, where all tensors below lie. num_heads: 1 where all heads see the
+    same keys, else num_kv_heads or num_qo_heads of the layer.
     """
 
     def __init__(
-        self, *, max_requests: int, max_q_len: int, max_kv_len: int, device: torch.device | str
+        self,
+        *,
+        max_requests: int,
+        max_q_len: int,
+        max_kv_len: int,
+        device: torch.device | str,
+        num_heads: int = 1,
     ) -> None:
         for name, value in (
             ("max_requests", max_requests),
             ("max_q_len", max_q_len),
             ("max_kv_len", max_kv_len),
+            ("num_heads", num_heads),
         ):
             if value < 1:
                 raise ValueError(f"{name}: expected 1 or more; got {value}.")
         self.max_requests = max_requests
-        self._stride = -(-max_q_len * max_kv_len // 8)
+        self.num_heads = num_heads
+        self._stride = -(-max_q_len * num_heads * max_kv_len // 8)
         self._bits = torch.zeros(max_requests * self._stride, dtype=torch.uint8, device=device)
         self._begin = torch.arange(max_requests, dtype=torch.int64, device=device) * self._stride
         self._kv_len = torch.zeros(max_requests, dtype=torch.int32, device=device)
@@ -39,21 +48,22 @@ class MaskBuffer:
     ) -> PackedMask:
         """Pack the masks of one step over those of the last one; for BatchAttention.plan(custom_mask=...).
 
-        mask: bool, one vector: the matrices of all requests one after another, row by row, [q_len, kv_len]
-            each, or [q_len, q_len] with tree=True, where every key before the request's queries is visible.
-            What lies past its end is visible; None: everything is.
+        mask: bool, one vector: the matrices of all requests one after another, row by row, each
+            [q_len, num_heads, kv_len], or [q_len, num_heads, q_len] with tree=True, where every key before
+            the request's queries is visible. What lies past its end is visible; None: everything is.
         qo_indptr: int32 [requests + 1]; kv_lens: int32 [requests]; the lengths that run() will read.
 
         On CUDA the call is queued on the current stream, never waits for the device and may be captured.
-        For a request whose mask does not fit (longer than max_q_len * max_kv_len bits) attention answers NaN
-        on CUDA, and refuses the step on a CPU. Raises ValueError or TypeError naming the argument.
+        For a request whose mask does not fit (more bits than max_q_len and max_kv_len make) attention answers
+        NaN on CUDA, and refuses the step on a CPU. Raises ValueError or TypeError naming the argument.
         """
         requests = kv_lens.shape[0]
         if requests > self.max_requests:
             raise ValueError(f"kv_lens: expected at most {self.max_requests} requests; got {requests}.")
         q_lens = qo_indptr.diff().long()
-        sizes = q_lens * (q_lens if tree else kv_lens)
+        sizes = q_lens * self.num_heads * (q_lens if tree else kv_lens)
+        heads = self.num_heads
         bits = self._bits[: requests * self._stride]
         kv_len = self._kv_len[:requests]
-        self._pack(mask, sizes.cumsum(0) - sizes, qo_indptr, kv_lens, tree, bits, kv_len)
-        return PackedMask(bits, self._begin[:requests], kv_len)
+        self._pack(mask, sizes.cumsum(0) - sizes, qo_indptr, kv_lens, tree, heads, bits, kv_len)
+        return PackedMask(bits, self._begin[:requests], kv_len, heads)

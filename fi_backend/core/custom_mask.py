@@ -61,8 +61,12 @@ def pack_mask(
     begin = np.zeros(len(packed), dtype=np.int64)
     begin[1:] = np.cumsum([p.size for p in packed[:-1]])
     bits = np.concatenate(packed) if packed else np.zeros(0, dtype=np.uint8)
-    parts = (torch.from_numpy(bits), torch.from_numpy(begin), kv_lens.clone())
-    return PackedMask(*(part.to(device) for part in parts), num_heads=heads)
+    return PackedMask(
+        torch.from_numpy(bits).to(device),
+        torch.from_numpy(begin).to(device),
+        kv_lens.clone().to(device),
+        heads,
+    )
 
 
 def _split(

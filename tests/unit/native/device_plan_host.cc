@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The device planner's source on an emulated thread block.
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -36,11 +38,12 @@ void plan(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorVie
   }
 }
 
+// counts: int64 [4], the fields of BlockCounts.
 template <int kThreads, int kCtas>
 void plan_shared(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorView indices,
                  TensorView row_begin, TensorView row_end, int64_t step, int64_t page_size,
                  Optional<TensorView> limits, Optional<TensorView> tally, TensorView workspace,
-                 TensorView buffer, int64_t seed) {
+                 TensorView buffer, int64_t seed, TensorView counts) {
   using Block = FiberBlock<kThreads, kCtas>;
   using Thread = typename Block::Thread;
   using Memory = DeviceShareMemory<Thread>;
@@ -60,6 +63,9 @@ void plan_shared(TensorView config, TensorView qo_indptr, TensorView kv_lens, Te
   } catch (const std::runtime_error& e) {
     TVM_FFI_THROW(RuntimeError) << e.what();
   }
+  const BlockCounts& c = block->counts();
+  const int64_t values[] = {c.block_barriers, c.cluster_barriers, c.warp_steps, c.atomics};
+  std::copy(std::begin(values), std::end(values), bind::data<int64_t>(counts));
 }
 
 }  // namespace
@@ -69,4 +75,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_128, fi::test::plan<128>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_512, fi::test::plan<512>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_shared_128_2, (fi::test::plan_shared<128, 2>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_shared_512_1, (fi::test::plan_shared<512, 1>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_shared_512_8, (fi::test::plan_shared<512, 8>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_words, fi::bind::device_workspace_words);

@@ -5,6 +5,7 @@
 #pragma once
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -13,6 +14,12 @@
 #include <vector>
 
 namespace fi::test {
+
+// What the first block of a run did. warp_steps: operations of whole warps, of the warp with most of them
+// between two barriers. atomics: operations on memory that other threads change too, of all threads.
+struct BlockCounts {
+  int64_t block_barriers = 0, cluster_barriers = 0, warp_steps = 0, atomics = 0;
+};
 
 template <int kBlockThreads, int kCtas = 1>
 class FiberBlock {
@@ -30,6 +37,7 @@ class FiberBlock {
     warps_.assign(kFibers / 32, {});
     ctas_.assign(kCtas, {});
     waiting_ = done_ = 0;
+    counts_ = {};
     for (int t = 0; t < kFibers; ++t) {
       ucontext_t& context = fibers_[size_t(t)].context;
       getcontext(&context);
@@ -50,7 +58,10 @@ class FiberBlock {
       if (!error_.empty()) throw std::runtime_error(error_);
     }
     if (done_ != kFibers) throw std::runtime_error("some threads wait for a barrier that others never reach");
+    end_interval();
   }
+
+  const BlockCounts& counts() const { return counts_; }
 
   class Thread {
    public:
@@ -96,14 +107,24 @@ class FiberBlock {
     uint32_t warp_or(uint32_t v) {
       return reduce(kOr, v, [](uint32_t a, uint32_t b) { return a | b; });
     }
-    void add(uint32_t* to, uint32_t v) { *to += v; }
-    void add(uint64_t* to, uint64_t v) { *to += v; }
+    void add(uint32_t* to, uint32_t v) {
+      count_atomic();
+      *to += v;
+    }
+    void add(uint64_t* to, uint64_t v) {
+      count_atomic();
+      *to += v;
+    }
     int32_t compare_and_swap(int32_t* to, int32_t expected, int32_t desired) {
+      count_atomic();
       const int32_t was = *to;
       if (was == expected) *to = desired;
       return was;
     }
-    void keep_least(int32_t* to, int32_t v) { *to = v < *to ? v : *to; }
+    void keep_least(int32_t* to, int32_t v) {
+      count_atomic();
+      *to = v < *to ? v : *to;
+    }
     template <class T>
     T load_exchanged(const T* from) {
       return *from;
@@ -114,6 +135,8 @@ class FiberBlock {
     }
 
    private:
+    void count_atomic() { block_.counts_.atomics += cta_ == 0; }
+
     // Two halves by turns: one is written again only after all lanes have met in the other.
     const uint64_t* exchange(int kind, uint64_t v) {
       half_ ^= 1;
@@ -144,7 +167,7 @@ class FiberBlock {
     bool any[4] = {};
   };
   struct Warp {
-    int arrived = 0, kind = 0;
+    int arrived = 0, kind = 0, steps = 0;
     uint64_t values[2][32];
   };
 
@@ -157,10 +180,22 @@ class FiberBlock {
 
   void suspend() { swapcontext(&fibers_[size_t(running_)].context, &scheduler_); }
 
+  // The first block is between two barriers, where its slowest warp counts.
+  void end_interval() {
+    int most = 0;
+    for (int w = 0; w < kThreads / 32; ++w) {
+      most = std::max(most, warps_[size_t(w)].steps);
+      warps_[size_t(w)].steps = 0;
+    }
+    counts_.warp_steps += most;
+  }
+
   void wait_block() {
     const int cta = running_ / kThreads;
     if (++ctas_[size_t(cta)].waiting == kThreads) {
       ctas_[size_t(cta)].waiting = 0;
+      if (cta == 0) ++counts_.block_barriers;
+      if (cta == 0) end_interval();
       for (int t = 0; t < kThreads; ++t) ready_.push_back(cta * kThreads + t);
     }
     suspend();
@@ -169,6 +204,8 @@ class FiberBlock {
   void wait_cluster() {
     if (++waiting_ == kFibers) {
       waiting_ = 0;
+      ++counts_.cluster_barriers;
+      end_interval();
       for (int t = 0; t < kFibers; ++t) ready_.push_back(t);
     }
     suspend();
@@ -181,6 +218,7 @@ class FiberBlock {
     warp.values[half][running_ % 32] = v;
     if (++warp.arrived == 32) {
       warp.arrived = 0;
+      ++warp.steps;
       for (int lane = 0; lane < 32; ++lane) ready_.push_back(running_ / 32 * 32 + lane);
     }
     suspend();
@@ -196,6 +234,7 @@ class FiberBlock {
   std::vector<int> ready_;
   ucontext_t scheduler_{};
   std::string error_;
+  BlockCounts counts_;
   int running_ = 0, waiting_ = 0, done_ = 0;
 };
 

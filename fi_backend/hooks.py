@@ -9,14 +9,19 @@ way.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pluggy
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from fi_backend.benchmarks.peers import Peer
+    from fi_backend.core.spec import AttentionSpec
     from fi_backend.core.variant import AttentionVariant
 
 ENTRY_POINT_GROUP: Final = "fi_backend.plugins"
@@ -30,6 +35,42 @@ _BUILT_IN = (
     "fi_backend.benchmarks.cuda.sglang_peers",
     "fi_backend.variants",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLayer:
+    """An attention layer of a model that an engine has built on this process.
+
+    engine: "vllm" or "sglang". name: as the engine calls it, such as "model.layers.3.self_attn.attn". index:
+    its number in the model, None where it has none. spec: heads (of this process), head_dim, dtypes, options.
+    device: where tensors among the arguments have to lie. tensor_parallel: (rank, size) of the processes that
+    divide the heads: rank r has the r-th part of the query heads. hf_config: the model's configuration as
+    Hugging Face's transformers read it. variant, variant_args: what the user asked for by name, None and
+    nothing by default; the arguments are values of JSON.
+    """
+
+    engine: str
+    name: str
+    index: int | None
+    spec: AttentionSpec
+    device: torch.device
+    tensor_parallel: tuple[int, int] = (0, 1)
+    hf_config: Any = None
+    variant: str | None = None
+    variant_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerVariant:
+    """The variant that a layer runs, and its arguments, for as long as the engine lives.
+
+    variant: itself or its registered name; None: plain attention, whatever the user asked for. args: numbers,
+    which are fixed, and tensors on the layer's device, which every step reads anew, also in captured graphs:
+    write into them to change them. Layers of one variant object share plans.
+    """
+
+    variant: AttentionVariant | str | None
+    args: Mapping[str, float | Tensor] = field(default_factory=dict)
 
 
 class Hooks:
@@ -47,9 +88,18 @@ class Hooks:
     def fi_backend_attention_variants(self) -> Sequence[AttentionVariant]:  # type: ignore[empty-body]
         """Return variants of attention that `BatchAttention(spec, variant="name")` finds by their names."""
 
+    @hookspec
+    def fi_backend_layer_variant(self, layer: AttentionLayer) -> LayerVariant | None:
+        """Return what an attention layer of an engine runs, or None to leave it to others.
+
+        Asked for each layer that runs on fi once the weights are loaded, and again where an engine makes
+        several objects for one (SGLang: for prefills, for decoding, for drafts). Without an answer the layer
+        runs what the user asked for by name, else plain attention.
+        """
+
 
 class Plugins:
-    """The registered plug-ins; `peers` and `variants` ask them."""
+    """The registered plug-ins; `peers`, `variants` and `layer_variant` ask them."""
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager("fi_backend")
@@ -71,11 +121,39 @@ class Plugins:
             raise TypeError(f"plug-in {name!r}: {_one_line(error)}; the hooks are {hooks}") from error
 
     def load_entry_points(self) -> None:
-        """Register what the installed distributions announce; raises as register() does."""
+        """Register what the installed distributions announce.
+
+        Raises as register() does, and ImportError naming the plug-in that cannot be imported.
+        """
         from importlib.metadata import entry_points
 
         for entry in entry_points(group=ENTRY_POINT_GROUP):
-            self.register(entry.load(), entry.name)
+            try:
+                plugin = entry.load()
+            except Exception as error:
+                raise ImportError(
+                    f"plug-in {entry.name!r} of the group {ENTRY_POINT_GROUP} cannot be imported: "
+                    f"{type(error).__name__}: {error}. Mend its package or uninstall it."
+                ) from error
+            self.register(plugin, entry.name)
+
+    def layer_variant(self, layer: AttentionLayer) -> tuple[str, LayerVariant] | None:
+        """Return the plug-in that answers for a layer and its answer, or None where none does.
+
+        Raises TypeError naming the plug-in that returned anything else, ValueError for two answers.
+        """
+        found: tuple[str, LayerVariant] | None = None
+        for implementation in self._manager.hook.fi_backend_layer_variant.get_hookimpls():
+            answer = implementation.function(*(layer for _ in implementation.argnames))
+            if answer is None:
+                continue
+            where = f"plug-in {implementation.plugin_name!r}: fi_backend_layer_variant"
+            if not isinstance(answer, LayerVariant):
+                raise TypeError(f"{where}: expected a LayerVariant or None; got {type(answer).__name__}")
+            if found is not None:
+                raise ValueError(f"{where}: expected one answer for layer {layer.name}; {found[0]!r} has one")
+            found = implementation.plugin_name, answer
+        return found
 
     def variants(self) -> dict[str, AttentionVariant]:
         """Return the registered variants by name.

@@ -17,6 +17,7 @@ from fi_backend.core.prepare import prepare
 from fi_backend.core.sharing import SharingLimits
 from fi_backend.core.spec import AttentionSpec
 from fi_backend.core.support import resolve
+from fi_backend.core.variant import AttentionVariant
 
 _ALIGNMENT = 128
 # While it builds a model, vLLM makes the GPU the place of every tensor that names none; plans name none.
@@ -25,15 +26,19 @@ _pool: dict[torch.device, torch.Tensor] = {}
 
 
 def reserve(
-    spec: AttentionSpec, limits: Limits, device: torch.device, sharing: SharingLimits | None = None
+    spec: AttentionSpec,
+    limits: Limits,
+    device: torch.device,
+    sharing: SharingLimits | None = None,
+    variant: AttentionVariant | None = None,
 ) -> None:
     """Allocate the scratch memory that `spec` needs and load its kernels, compiling them if need be.
 
     Called while the model is built: before vLLM measures what is left for the KV cache, and before a
-    request could wait for a compiler. sharing: capacity for shared prefixes.
+    request could wait for a compiler. sharing: capacity for shared prefixes. variant: functors of the user.
     """
     with _ON_HOST:
-        size = _prepare(spec, limits, device, sharing)
+        size = _prepare(spec, limits, device, sharing, variant)
     held = _pool.get(device)
     if held is None or held.numel() < size:
         memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device=device)
@@ -44,24 +49,35 @@ def reserve(
 
 
 def batch_attention(
-    spec: AttentionSpec, limits: Limits, device: torch.device, sharing: SharingLimits | None = None
+    spec: AttentionSpec,
+    limits: Limits,
+    device: torch.device,
+    sharing: SharingLimits | None = None,
+    variant: AttentionVariant | None = None,
 ) -> BatchAttention:
     """Return an attention with plans of its own that runs in the shared scratch memory of `device`."""
     device = resolve(device)
-    reserve(spec, limits, device, sharing)
+    reserve(spec, limits, device, sharing, variant)
     with _ON_HOST:
-        return _construct(spec, limits, device, sharing, _pool[device])
+        return _construct(spec, limits, device, sharing, variant, _pool[device])
 
 
 @cache
-def _prepare(spec: AttentionSpec, limits: Limits, device: torch.device, sharing: SharingLimits | None) -> int:
+def _prepare(
+    spec: AttentionSpec,
+    limits: Limits,
+    device: torch.device,
+    sharing: SharingLimits | None,
+    variant: AttentionVariant | None,
+) -> int:
     """Load the kernels of `spec`; return the bytes of scratch memory that it needs."""
-    prepare(spec, device=device)
+    # A variant has a kernel of its own, which BatchAttention builds, and says which line of it is wrong.
+    prepare(*([spec] if variant is None else []), device=device)
     nothing = torch.empty(
         0, spec.num_kv_heads, spec.head_dim, dtype=getattr(torch, spec.dtype), device=device
     )
     append_kv(nothing, nothing, nothing, nothing, torch.empty(0, dtype=torch.int64, device=device))
-    return _construct(spec, limits, device, sharing, None).workspace_size()
+    return _construct(spec, limits, device, sharing, variant, None).workspace_size()
 
 
 def _construct(
@@ -69,6 +85,7 @@ def _construct(
     limits: Limits,
     device: torch.device,
     sharing: SharingLimits | None,
+    variant: AttentionVariant | None,
     workspace: torch.Tensor | None,
 ) -> BatchAttention:
     return BatchAttention(
@@ -80,6 +97,7 @@ def _construct(
         num_ctas=_workers(device),
         workspace=workspace,
         sharing=sharing,
+        variant=variant,
     )
 
 

@@ -68,7 +68,7 @@ def test_layers_of_one_kind_share_a_plan(config: Any) -> None:
     for index in range(4):
         make_layer(config, f"layer{index}", sliding_window=None if index % 2 else 8)
     builder = make_builder(config, [f"layer{index}" for index in range(4)])
-    assert sorted(spec.window_left for spec, _ in builder.attention) == [-1, 7]
+    assert sorted(kind.spec.window_left for kind in builder.attention) == [-1, 7]
     before = counters().snapshot()
     builder.build(0, make_common([1], [5]))
     after = counters().snapshot()

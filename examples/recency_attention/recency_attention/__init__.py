@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fi_backend import AttentionVariant, TensorParam
-from fi_backend.hooks import hookimpl
+from fi_backend.hooks import AttentionLayer, LayerVariant, hookimpl
 
 RECENCY = AttentionVariant(
     name="recency",
@@ -24,3 +24,20 @@ RECENCY = AttentionVariant(
 def fi_backend_attention_variants() -> Sequence[AttentionVariant]:
     """Make the variant known by its name."""
     return (RECENCY,)
+
+
+@hookimpl
+def fi_backend_layer_variant(layer: AttentionLayer) -> LayerVariant | None:
+    """Under an engine: powers from 0 to `strength` over the heads of the model, in the layers asked for."""
+    if layer.variant != RECENCY.name:
+        return None
+    import torch
+
+    options = {"strength": 1.0, "layers": None, **layer.variant_args}
+    if unknown := sorted(set(options) - {"strength", "layers"}):
+        raise ValueError(f"recency: expected strength and layers; got {unknown[0]!r}.")
+    if options["layers"] is not None and layer.index not in options["layers"]:
+        return LayerVariant(None)
+    rank, ranks = layer.tensor_parallel
+    powers = torch.linspace(0, options["strength"], ranks * layer.spec.num_qo_heads, device=layer.device)
+    return LayerVariant(RECENCY, {"power": powers.chunk(ranks)[rank]})

@@ -52,8 +52,12 @@ class FiAttnBackend(AttentionBackend):
             model_runner.page_size,
             self.token_to_kv_pool.translate_loc_from_full_to_swa if hybrid else None,
         )
-        layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
-        for layer in layers:
+        layers = {
+            name: module
+            for name, module in model_runner.model.named_modules()
+            if isinstance(module, RadixAttention)
+        }
+        for layer in layers.values():
             refuse_layer(layer)
         drafts = 0 if getattr(model_runner, "is_draft_worker", False) else draft_tokens(model_runner)
         self._verify_mask = _verify_mask(drafts, table)
@@ -203,6 +207,7 @@ class FiAttnBackend(AttentionBackend):
             sinks=None if sinks is None else sinks.to(torch.float32),
             k_scale=k_scale,
             v_scale=v_scale,
+            variant_args=self._layers.arguments(layer),
         )
         self._count(step, 0 if k is None or not save_kv_cache else step.num_tokens)
         return out

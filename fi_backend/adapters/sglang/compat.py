@@ -27,6 +27,7 @@ _CONTRACT: Final[contract.Contract] = (
     ("sglang.srt.plugins.hook_registry", "HookRegistry.register", ("target", "hook", "hook_type")),
     ("sglang.srt.plugins.hook_registry", "HookType.AFTER", ()),
     ("sglang.srt.plugins.hook_registry", "HookType.AROUND", ()),
+    ("sglang.srt.distributed", "get_tensor_model_parallel_rank", ()),
     ("sglang.srt.utils.common", "support_triton", ("backend",)),
     ("sglang.srt.utils.common", "is_cpu", ()),
     *(
@@ -150,6 +151,13 @@ def install() -> None:
     server_args.add_radix_supported_deterministic_attention_backend_choices([NAME])
     if hasattr(server_args, "add_draft_attention_backend_choices"):  # 0.5.23
         server_args.add_draft_attention_backend_choices([NAME])
+
+
+def tensor_parallel_rank() -> int:
+    """Return which part of the heads this process has."""
+    from sglang.srt.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
 
 
 def reads_end_before_replay() -> Any:

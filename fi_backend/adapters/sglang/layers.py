@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from fi_backend.adapters.layer_variants import Chosen, choose
 from fi_backend.adapters.shared_counts import count_shared
 from fi_backend.adapters.workspace import batch_attention, reserve
 from fi_backend.core.attention import BatchAttention
@@ -20,11 +21,13 @@ from fi_backend.core.prepare import prepare
 from fi_backend.core.sharing import SharingLimits, flat_reason
 from fi_backend.core.spec import AttentionSpec
 from fi_backend.core.support import query_tiles, resolve, unsupported_reason
+from fi_backend.core.variant import AttentionVariant
 from fi_backend.errors import UnsupportedError
 
 from .radix import SharedPrefixes
+from .refuse import refuse_other_backends
 from .step import Kind, Step
-from .translate import layer_spec, sharing_limits, step_limits
+from .translate import asked_variant, describe_layer, layer_spec, sharing_limits, step_limits
 
 _log = logging.getLogger("sglang.srt.plugins.fi_backend")
 
@@ -32,12 +35,12 @@ _log = logging.getLogger("sglang.srt.plugins.fi_backend")
 class Layers:
     """Plans steps for the layers of one model runner; layers of one kind share a plan.
 
-    trees: masks of draft trees will come. shared: what requests share, or None where that is not looked for.
-    Raises UnsupportedError for what kernels do not run.
+    layers: by their names in the model. trees: masks of draft trees will come. shared: what requests share,
+    or None where that is not looked for. Raises UnsupportedError for what kernels do not run.
     """
 
     def __init__(
-        self, model_runner: Any, layers: Sequence[Any], *, trees: bool, shared: SharedPrefixes | None
+        self, model_runner: Any, layers: Mapping[str, Any], *, trees: bool, shared: SharedPrefixes | None
     ) -> None:
         pool = model_runner.token_to_kv_pool
         self._mapping = getattr(pool, "layers_mapping", None)
@@ -57,14 +60,23 @@ class Layers:
         self._attention: dict[Kind, BatchAttention] = {}
         self._kinds: dict[tuple[Any, bool, bool], Kind] = {}
         self._of_graphs: dict[Any, set[Kind]] = {}
-        specs = self._num_layers = Counter(layer_spec(layer, **self._common) for layer in layers)
-        for spec in specs:
+        asked = asked_variant(model_runner)
+        self._chosen: dict[Any, Chosen] = {}
+        self._num_layers: Counter[tuple[AttentionSpec, AttentionVariant | None]] = Counter()
+        for name, layer in layers.items():
+            spec = layer_spec(layer, **self._common)
             if reason := unsupported_reason(spec, self._device):
                 raise UnsupportedError(reason)
-        masked = [replace(spec, custom_mask=True) for spec in specs] if trees else []
-        prepare(*specs, *masked, device=self._device)
-        for spec in (*specs, *masked):
-            reserve(spec, self._limits, self._device, self._sharing_of(spec))
+            chosen = choose(describe_layer(name, layer, spec, self._device, model_runner, asked))
+            if chosen.variant is not None:
+                refuse_other_backends(model_runner, name)
+            self._chosen[layer] = chosen
+            self._num_layers[spec, chosen.variant] += 1
+        kinds = [*self._num_layers]
+        kinds += [(replace(spec, custom_mask=True), variant) for spec, variant in kinds if trees]
+        prepare(*(spec for spec, variant in kinds if variant is None), device=self._device)
+        for spec, variant in kinds:
+            reserve(spec, self._limits, self._device, self._sharing_of(spec, variant), variant)
 
     def planned(self, step: Step, layer: Any, *, sinks: bool) -> tuple[BatchAttention, bool]:
         """Return the attention of a layer, planned for the step, and whether its KV lies in the pool of the
@@ -74,10 +86,14 @@ class Layers:
         if (kind := self._kinds.get(key)) is None:
             spec = layer_spec(layer, sinks=sinks, custom_mask=step.mask is not None, **self._common)
             windowed = self._mapping is not None and bool(self._mapping[layer.layer_id][1])
-            kind = self._kinds[key] = (spec, windowed)
+            kind = self._kinds[key] = Kind(spec, windowed, self._chosen[layer].variant)
         if kind not in step.planned:
             self._plan(step, kind)
-        return self._attention[kind], kind[1]
+        return self._attention[kind], kind.windowed
+
+    def arguments(self, layer: Any) -> dict[str, float | Tensor] | None:
+        """Return the arguments of the variant that a layer runs, None for plain attention."""
+        return self._chosen[layer].args
 
     def plan_graph(self, step: Step) -> None:
         """Plan a step that a graph serves, for every kind of layer that its capture met."""
@@ -90,11 +106,11 @@ class Layers:
         return cache[:whole].view(-1, self._page_size, *cache.shape[1:])
 
     def _plan(self, step: Step, kind: Kind) -> None:
-        spec, windowed = kind
+        spec, windowed, variant = kind
         attention = self._attention.get(kind)
         if attention is None:
             attention = self._attention[kind] = batch_attention(
-                spec, self._limits, self._device, self._sharing_of(spec)
+                spec, self._limits, self._device, self._sharing_of(spec, variant), variant
             )
         attention.plan(
             step.qo_indptr,
@@ -102,23 +118,25 @@ class Layers:
             qo_indptr_host=step.qo_indptr_host,
             kv_lens_host=step.kv_lens_host,
             custom_mask=step.mask if spec.custom_mask else None,
-            forest=self._forest(step, spec),
+            forest=self._forest(step, kind),
         )
         step.planned.add(kind)
         if step.captures:
             self._of_graphs.setdefault(step.mode, set()).add(kind)
         counters().add(PLANS)
-        count_shared(attention, self._num_layers[replace(spec, sinks=False, custom_mask=False)], _log)
+        declared = replace(spec, sinks=False, custom_mask=False)
+        count_shared(attention, self._num_layers[declared, variant], _log)
 
-    def _sharing_of(self, spec: AttentionSpec) -> SharingLimits | None:
-        return None if flat_reason(spec) else self._sharing
+    def _sharing_of(self, spec: AttentionSpec, variant: AttentionVariant | None) -> SharingLimits | None:
+        return None if flat_reason(spec, variant) else self._sharing
 
-    def _forest(self, step: Step, spec: AttentionSpec) -> PrefixForest | None:
-        """Return what the requests of a step share, if layers of a spec may read it once."""
+    def _forest(self, step: Step, kind: Kind) -> PrefixForest | None:
+        """Return what the requests of a step share, if layers of a kind may read it once."""
+        spec = kind.spec
         q_lens, kv_lens = step.qo_indptr_host, step.kv_lens_host
         if step.paths is None or self._shared is None or q_lens is None or kv_lens is None:
             return None
-        if self._sharing_of(spec) is None:
+        if self._sharing_of(spec, kind.variant) is None:
             return None
         found = self._shared.forest(
             step.paths,

@@ -12,6 +12,8 @@ from typing import Any, Final
 from fi_backend.core.spec import FLOAT_DTYPES, FP8_DTYPES
 from fi_backend.errors import UnsupportedError
 
+from .compat import NAME
+
 ADVICE: Final = "Choose another --attention-backend."
 DEVICES: Final = ("cpu", "cuda")
 # Those whose verification is causal or has a tree mask that fi reads.
@@ -104,6 +106,19 @@ def refuse_cache(pool: Any, plain: Any, hybrid: Any) -> None:
         name = str(part.dtype).removeprefix("torch.")
         if name not in FLOAT_DTYPES + FP8_DTYPES or getattr(part, "is_quantized_kv_cache", False):
             raise UnsupportedError(f"kv_cache_dtype {name}: not supported by fi. {ADVICE}")
+
+
+def refuse_other_backends(model_runner: Any, layer: str) -> None:
+    """Raise UnsupportedError where a layer with a variant would run without it in some of its steps."""
+    arguments = model_runner.server_args
+    for kind in ("prefill", "decode"):
+        name = f"{kind}_attention_backend"
+        chosen = getattr(arguments, name, None) or getattr(arguments, "attention_backend", NAME)
+        if chosen != NAME:
+            raise UnsupportedError(
+                f"{name}={chosen}: attention layer {layer} runs a variant, which only {NAME} knows. "
+                f"Give --attention-backend {NAME} alone."
+            )
 
 
 def refuse_draft(topk: int) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,19 +14,29 @@ from torch import Tensor
 from fi_backend.core.custom_mask import PackedMask
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.variant import AttentionVariant
 
 from .radix import Path
 from .translate import Lengths, indptr
 
-# What one plan serves: layers of one spec whose KV lies in one pool (True: that of the sliding windows).
-Kind = tuple[AttentionSpec, bool]
+
+class Kind(NamedTuple):
+    """What one plan serves: layers of one spec and variant whose KV lies in one pool.
+
+    windowed: that of the sliding windows.
+    """
+
+    spec: AttentionSpec
+    windowed: bool
+    variant: AttentionVariant | None = None
 
 
 @dataclass
 class Step:
     """One step: its index arrays, and which kinds of layers are planned for it.
 
-    qo_indptr_host, kv_lens_host: None where the host does not know them. tables: by pool, as in Kind.
+    qo_indptr_host, kv_lens_host: None where the host does not know them. tables: by pool, True:
+    that of the windows.
     window_slots: of the step's tokens in the pool of the windows, once they are known. mask: of the trees
     that the step verifies. paths: of its requests in the radix tree, None where they are not known. mode: of
     the forward pass. num_requests, num_tokens: without padding. captures: a graph of the step is about to be

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from fi_backend import env
+from fi_backend.adapters.layer_variants import KEY, Asked, asked_for
 from fi_backend.core.planner import Limits
 from fi_backend.core.sharing import SharingLimits
 from fi_backend.core.spec import AttentionSpec, dtype_name
 from fi_backend.errors import UnsupportedError
+from fi_backend.hooks import AttentionLayer
 
+from . import compat
 from .refuse import ADVICE
 
 # Requests whose prefixes have room in the scratch memory; SGLang allows thousands in a step.
@@ -54,6 +57,36 @@ def layer_spec(
         custom_mask=custom_mask,
         batch_invariant=batch_invariant,
     )
+
+
+def asked_variant(model_runner: Any) -> Asked:
+    """Return the variant that the model's configuration asks for, which --json-model-override-args changes.
+
+    Raises TypeError or ValueError for what cannot be read.
+    """
+    return asked_for("hf_config", getattr(_hf_config(model_runner), KEY, None))
+
+
+def describe_layer(
+    name: str, layer: Any, spec: AttentionSpec, device: torch.device, model_runner: Any, asked: Asked
+) -> AttentionLayer:
+    """Return a RadixAttention layer as plug-ins see it; name: of the module in the model."""
+    ranks = getattr(model_runner.server_args, "tp_size", 1)
+    return AttentionLayer(
+        engine="sglang",
+        name=name,
+        index=layer.layer_id,
+        spec=spec,
+        device=device,
+        tensor_parallel=(compat.tensor_parallel_rank() if ranks > 1 else 0, ranks),
+        hf_config=_hf_config(model_runner),
+        variant=asked.variant,
+        variant_args=asked.args,
+    )
+
+
+def _hf_config(model_runner: Any) -> Any:
+    return getattr(model_runner.model_config, "hf_config", None)
 
 
 def draft_tokens(model_runner: Any) -> int:

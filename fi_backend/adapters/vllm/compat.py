@@ -17,6 +17,7 @@ BACKEND_PATH: Final = "fi_backend.adapters.vllm.backend.FiBackend"
 
 _CONTRACT: Final[contract.Contract] = (
     ("vllm.config", "get_current_vllm_config", ()),
+    ("vllm.distributed", "get_tensor_model_parallel_rank", ()),
     ("vllm.envs", "environment_variables", ()),
     ("vllm.platforms", "current_platform.is_cpu", ()),
     ("vllm.platforms", "current_platform.get_attn_backend_cls", ("selected_backend", "attn_selector_config")),
@@ -184,6 +185,13 @@ def honour_choice_on_cpu() -> Callable[[], None]:
     get_attn_backend_cls.honours_fi = True  # type: ignore[attr-defined]
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     return undo
+
+
+def tensor_parallel_rank() -> int:
+    """Return which part of the heads this process has."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
 
 
 def kv_len_bounds(common: Any, *, drafts: int = 0, limit: int) -> Any:

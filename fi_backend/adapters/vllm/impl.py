@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
@@ -11,16 +12,26 @@ from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
+from fi_backend.adapters.layer_variants import Chosen, choose, find_asked
 from fi_backend.adapters.workspace import reserve
 from fi_backend.core.append import append_kv
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.counters import APPENDED, LAYERS, counters
+from fi_backend.core.spec import AttentionSpec
 from fi_backend.core.support import resolve
+from fi_backend.core.variant import AttentionVariant
 from fi_backend.errors import UnsupportedError
 
 from . import compat
 from .metadata import FiMetadata, LayerKind, layer_kind
-from .translate import layer_spec, refuse_unknown_options, sharing_limits, step_limits
+from .translate import (
+    asked_variant,
+    describe_layer,
+    layer_spec,
+    refuse_unknown_options,
+    sharing_limits,
+    step_limits,
+)
 
 
 class _Scales(TypedDict, total=False):
@@ -85,8 +96,12 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
             sinks=sinks is not None,
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
-        limits = step_limits(config)
-        reserve(self.spec, limits, device, sharing_limits(config, limits))
+        self._config = config
+        self._device = device
+        self._asked = asked_variant(config)
+        # A plug-in may decide otherwise for a layer, once the layer has its name.
+        self._reserve(self.spec, find_asked(self._asked, self.spec, device))
+        self._chosen: Chosen | None = None
         self._quantised = self.spec.kv_dtype.startswith("float8")
         self._cache_dtype = getattr(torch, self.spec.kv_dtype)
         self._cache: Tensor | None = None
@@ -95,6 +110,27 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
         self._attention: BatchAttention | None = None
         counters().name_engine(compat.engine())
         counters().add(LAYERS)
+
+    @property
+    def variant(self) -> AttentionVariant | None:
+        """The variant of attention that the layer runs; None: plain attention."""
+        return None if self._chosen is None else self._chosen.variant
+
+    def choose_variant(self, name: str, layer: Any) -> None:
+        """Settle, once, which variant the layer runs, and allocate and compile what it needs.
+
+        name, layer: of vLLM, which tells neither to the constructor.
+        """
+        if self._chosen is not None:
+            return
+        spec = replace(self.spec, head_dim_v=layer.head_size_v)
+        described = describe_layer(name, spec, self._device, self._config, self._asked)
+        self._chosen = choose(described)
+        self._reserve(spec, self._chosen.variant)
+
+    def _reserve(self, spec: AttentionSpec, variant: AttentionVariant | None) -> None:
+        limits = step_limits(self._config)
+        reserve(spec, limits, self._device, sharing_limits(self._config, limits), variant)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -146,15 +182,22 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
             out=output,
             alibi_slopes=self.alibi_slopes,
             sinks=self._sinks,
+            variant_args=None if self._chosen is None else self._chosen.args,
             **self._scales(layer),
         )
         attn_metadata.count_call()
         return output
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Take over what the checkpoint, first or reloaded, holds for this layer."""
+        """Take over what the checkpoint, first or reloaded, holds for this layer.
+
+        By then the whole model is built, and vLLM has not yet measured what memory is left.
+        """
         self._sinks_seen = None
         self.refresh_sinks()
+        for name, layer in self._config.compilation_config.static_forward_context.items():
+            if getattr(layer, "impl", None) is self:
+                self.choose_variant(name, layer)
 
     def refresh_sinks(self) -> None:
         """Convert the sinks to float32 where they have changed; weights may be loaded anew at any time."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
@@ -17,21 +17,29 @@ from fi_backend.core.attention import BatchAttention
 from fi_backend.core.counters import CALLS, CAPTURED, PLANS, REPLAYED, STEPS, TOKENS, counters
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.variant import AttentionVariant
 from fi_backend.errors import UnsupportedError
 
 from . import compat
 from .translate import draft_tokens, refuse_micro_batches, sharing_limits, step_limits
 
-LayerKind = tuple[AttentionSpec, int]
 _log = logging.getLogger("vllm.plugins.fi_backend")
 
 
-def layer_kind(layer: Any) -> LayerKind:
-    """Return what tells layers of one KV cache group apart: the spec of its impl, and the head size of V.
+class LayerKind(NamedTuple):
+    """What tells layers of one KV cache group apart.
 
-    vLLM tells the size of V to the layer alone, not to its impl.
+    spec: of its impl; head_dim_v: the head size of V, which vLLM tells to the layer and not to its impl.
     """
-    return layer.impl.spec, layer.head_size_v
+
+    spec: AttentionSpec
+    head_dim_v: int
+    variant: AttentionVariant | None
+
+
+def layer_kind(layer: Any) -> LayerKind:
+    """Return the kind of a layer; layers of one kind share a plan."""
+    return LayerKind(layer.impl.spec, layer.head_size_v, layer.impl.variant)
 
 
 @dataclass
@@ -85,6 +93,8 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
         # A step is planned once for each KV cache group and counted once.
         self._counts_steps = int(next(filter(_runs_here, layers.items()))[0] in layer_names)
         self._num_layers = len(layer_names)
+        for name in layer_names:
+            layers[name].impl.choose_variant(name, layers[name])
         self._with_sinks = [layers[name].impl for name in layer_names if layers[name].impl.spec.sinks]
         self._layers = Counter(layer_kind(layers[name]) for name in layer_names)
         self._on_host = device.type == "cpu"
@@ -92,9 +102,8 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
         self.attention: dict[LayerKind, BatchAttention] = {}
         for kind in self._layers:
             # Windows, caps, head counts and sizes of V may differ among the layers that share a cache.
-            declared, head_dim_v = kind
-            spec = replace(declared, page_size=self.block_size, head_dim_v=head_dim_v)
-            self.attention[kind] = batch_attention(spec, self._limits, device, sharing)
+            spec = replace(kind.spec, page_size=self.block_size, head_dim_v=kind.head_dim_v)
+            self.attention[kind] = batch_attention(spec, self._limits, device, sharing, kind.variant)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:

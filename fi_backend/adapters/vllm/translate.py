@@ -9,10 +9,14 @@ from typing import Any, Final
 import torch
 
 from fi_backend import env
+from fi_backend.adapters.layer_variants import KEY, Asked, asked_for
 from fi_backend.core.planner import Limits
 from fi_backend.core.sharing import SharingLimits
 from fi_backend.core.spec import AttentionSpec
 from fi_backend.errors import UnsupportedError
+from fi_backend.hooks import AttentionLayer
+
+from . import compat
 
 _KV_DTYPES: Final = {
     "float16": "float16",
@@ -63,6 +67,39 @@ def layer_spec(
         sinks=sinks,
         batch_invariant=batch_invariant,
     )
+
+
+def asked_variant(vllm_config: Any) -> Asked:
+    """Return the variant that `--additional-config` asks for, else the configuration of the model.
+
+    Raises TypeError or ValueError for what cannot be read.
+    """
+    given = getattr(vllm_config, "additional_config", None)
+    if isinstance(given, Mapping) and KEY in given:
+        return asked_for("additional_config", given[KEY])
+    return asked_for("hf_config", getattr(_hf_config(vllm_config), KEY, None))
+
+
+def describe_layer(
+    name: str, spec: AttentionSpec, device: torch.device, vllm_config: Any, asked: Asked
+) -> AttentionLayer:
+    """Return a layer as plug-ins see it; name: vLLM's, such as "model.layers.3.self_attn.attn"."""
+    ranks = getattr(vllm_config.parallel_config, "tensor_parallel_size", 1)
+    return AttentionLayer(
+        engine="vllm",
+        name=name,
+        index=next((int(part) for part in name.split(".") if part.isdecimal()), None),
+        spec=spec,
+        device=device,
+        tensor_parallel=(compat.tensor_parallel_rank() if ranks > 1 else 0, ranks),
+        hf_config=_hf_config(vllm_config),
+        variant=asked.variant,
+        variant_args=asked.args,
+    )
+
+
+def _hf_config(vllm_config: Any) -> Any:
+    return getattr(vllm_config.model_config, "hf_config", None)
 
 
 def refuse_unknown_options(options: Mapping[str, Any]) -> None:

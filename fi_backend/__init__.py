@@ -14,7 +14,10 @@ from fi_backend.errors import BuildError, PlanError, UnsupportedError
 if TYPE_CHECKING:
     from fi_backend.core.append import append_kv
     from fi_backend.core.attention import BatchAttention
+    from fi_backend.core.block_selection import BlockSelection
     from fi_backend.core.block_sparse import BlockSparse
+    from fi_backend.core.block_sparse_attention import BlockSparseAttention
+    from fi_backend.core.head_pages import HeadPages
     from fi_backend.core.merge import merge_state, merge_states
     from fi_backend.core.page_table import PageTable
     from fi_backend.core.plan import Plan
@@ -27,7 +30,10 @@ _LAZY = {
     "AttentionSpec": "fi_backend.core.spec",
     "AttentionVariant": "fi_backend.core.variant",
     "BatchAttention": "fi_backend.core.attention",
+    "BlockSelection": "fi_backend.core.block_selection",
     "BlockSparse": "fi_backend.core.block_sparse",
+    "BlockSparseAttention": "fi_backend.core.block_sparse_attention",
+    "HeadPages": "fi_backend.core.head_pages",
     "PageTable": "fi_backend.core.page_table",
     "Plan": "fi_backend.core.plan",
     "TensorParam": "fi_backend.core.variant",
@@ -40,8 +46,11 @@ __all__ = [
     "AttentionSpec",
     "AttentionVariant",
     "BatchAttention",
+    "BlockSelection",
     "BlockSparse",
+    "BlockSparseAttention",
     "BuildError",
+    "HeadPages",
     "PageTable",
     "Plan",
     "PlanError",

@@ -24,7 +24,8 @@ class BlockSparse:
     indptr: int32 [row blocks + 1]; indices: int32 [nnz], column blocks of each row block, ascending.
     num_rows, num_cols: query and KV tokens; block_rows (Br), block_cols (Bc): any size from 1. The last
     block of a dimension may be partial. Attention over it is unmasked inside the chosen blocks: use it with
-    a spec of ``causal=False`` and ``page_size=block_cols``.
+    a spec of ``causal=False`` and ``page_size=block_cols``. BlockSparseAttention takes it too, and masks that
+    change at every step, that differ between heads, or that are causal.
     """
 
     indptr: Tensor
@@ -46,7 +47,8 @@ class BlockSparse:
         _expect_blocks(block_rows, block_cols)
         rows, cols = mask.shape
         row_blocks, col_blocks = -(-rows // block_rows), -(-cols // block_cols)
-        padded = torch.zeros(row_blocks * block_rows, col_blocks * block_cols, dtype=torch.bool)
+        shape = row_blocks * block_rows, col_blocks * block_cols
+        padded = torch.zeros(shape, dtype=torch.bool, device=mask.device)
         padded[:rows, :cols] = mask
         inside = torch.zeros_like(padded)
         inside[:rows, :cols] = True
@@ -62,11 +64,50 @@ class BlockSparse:
                 f"mask: expected whole {block_rows}x{block_cols} blocks; block ({i}, {j}) is only partly "
                 "True. Choose smaller blocks, or pass the mask as custom_mask."
             )
-        chosen = some > 0
-        indptr = torch.zeros(row_blocks + 1, dtype=torch.int32)
-        indptr[1:] = chosen.sum(1).cumsum(0)
-        indices = chosen.nonzero()[:, 1].to(torch.int32)
-        return cls(indptr, indices, rows, cols, block_rows, block_cols)
+        return cls.from_block_mask(
+            some > 0, num_rows=rows, num_cols=cols, block_rows=block_rows, block_cols=block_cols
+        )
+
+    @classmethod
+    def from_block_mask(
+        cls, block_mask: Tensor, *, num_rows: int, num_cols: int, block_rows: int, block_cols: int
+    ) -> BlockSparse:
+        """Take the blocks whose bit is set.
+
+        block_mask: bool [row blocks, column blocks]. On CUDA it waits for the device, which knows how many
+        there are; BlockSparseAttention does not. Raises ValueError naming the argument.
+        """
+        _expect_blocks(block_rows, block_cols)
+        shape = -(-num_rows // block_rows), -(-num_cols // block_cols)
+        if block_mask.dtype is not torch.bool or tuple(block_mask.shape) != shape:
+            got = f"{block_mask.dtype} {tuple(block_mask.shape)}"
+            raise ValueError(f"block_mask: expected bool {list(shape)}; got {got}.")
+        indptr = torch.zeros(shape[0] + 1, dtype=torch.int32, device=block_mask.device)
+        indptr[1:] = block_mask.sum(1).cumsum(0)
+        indices = block_mask.nonzero()[:, 1].to(torch.int32)
+        return cls(indptr, indices, num_rows, num_cols, block_rows, block_cols)
+
+    @classmethod
+    def from_sparse(cls, matrix: Tensor) -> BlockSparse:
+        """Take the pattern of a sparse tensor of torch, whatever its values.
+
+        matrix: [query tokens, KV tokens], of layout torch.sparse_bsr, whose blocks become blocks, or of
+        torch.sparse_csr, whose blocks are single elements. Raises TypeError or ValueError.
+        """
+        if matrix.layout not in (torch.sparse_bsr, torch.sparse_csr) or matrix.dim() != 2:
+            raise TypeError(
+                "matrix: expected two dimensions of layout torch.sparse_bsr or torch.sparse_csr; got "
+                f"{matrix.dim()} of {matrix.layout}. Convert it with .to_sparse_bsr(blocksize)."
+            )
+        block = matrix.values().shape[1:] if matrix.layout is torch.sparse_bsr else (1, 1)
+        return cls.from_csr(
+            matrix.crow_indices().to(torch.int32),
+            matrix.col_indices().to(torch.int32),
+            num_rows=matrix.shape[0],
+            num_cols=matrix.shape[1],
+            block_rows=block[0],
+            block_cols=block[1],
+        )
 
     @classmethod
     def from_csr(
@@ -113,10 +154,19 @@ class BlockSparse:
                 )
         return cls(indptr, indices, num_rows, num_cols, block_rows, block_cols)
 
+    def to_block_mask(self) -> Tensor:
+        """bool [row blocks, column blocks]: which blocks are chosen."""
+        rows, cols = self.indptr.numel() - 1, -(-self.num_cols // self.block_cols)
+        mask = torch.zeros(rows, cols, dtype=torch.bool, device=self.indptr.device)
+        row = torch.arange(rows, device=mask.device).repeat_interleave(self.indptr.diff().long())
+        mask[row, self.indices.long()] = True
+        return mask
+
     @property
     def qo_indptr(self) -> Tensor:
         """int32 [row blocks + 1]: the query tokens of each row block."""
-        starts = torch.arange(self.indptr.numel(), dtype=torch.int32) * self.block_rows
+        count, device = self.indptr.numel(), self.indptr.device
+        starts = torch.arange(count, dtype=torch.int32, device=device) * self.block_rows
         return starts.clamp_max(self.num_rows)
 
     def to_page_table(self) -> PageTable:

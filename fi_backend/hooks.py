@@ -29,10 +29,7 @@ hookspec = pluggy.HookspecMarker("fi_backend")
 hookimpl = pluggy.HookimplMarker("fi_backend")
 
 _BUILT_IN = (
-    "fi_backend.benchmarks.vllm_cpu",
-    "fi_backend.benchmarks.cuda.fa3",
-    "fi_backend.benchmarks.cuda.flashinfer_peers",
-    "fi_backend.benchmarks.cuda.sglang_peers",
+    "fi_backend.benchmarks.shipped_peers",
     "fi_backend.variants",
 )
 

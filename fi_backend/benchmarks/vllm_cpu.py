@@ -11,7 +11,6 @@ import torch
 
 from fi_backend.benchmarks.peers import Peer, Problem, Run
 from fi_backend.errors import UnsupportedError
-from fi_backend.hooks import hookimpl
 
 _BLOCK_MULTIPLE = 32
 
@@ -99,7 +98,6 @@ def _pack(ops: Any, isa: str, key: torch.Tensor, value: torch.Tensor) -> tuple[t
     return key_cache, value_cache
 
 
-@hookimpl
 def fi_backend_benchmark_peers(device: str) -> Sequence[Peer]:
     """Offer the operator on CPUs."""
     return [VllmCpu()] if device == "cpu" else []

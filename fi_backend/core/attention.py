@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fi_backend import env
-from fi_backend.core import kernels, ops
+from fi_backend.core import attention_call, kernels, ops
 from fi_backend.core.attention_checks import (
     expect_caches,
     expect_given,
@@ -274,7 +274,7 @@ class BatchAttention:
         expect_given("sinks", sinks, spec.sinks)
         if self._variant is None and variant_args:
             raise ValueError("variant_args: expected None without a variant; got some.")
-        kernels.run_attention(
+        attention_call.run_attention(
             self._kernel,
             spec,
             q,

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fi_backend.core.jit.ffi import meet_torch
+
+meet_torch()
 _LIBRARY = torch.library.Library("fi_backend", "FRAGMENT")
 
 

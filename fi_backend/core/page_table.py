@@ -9,9 +9,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
+
+from fi_backend.core.index_arrays import (
+    as_dtype,
+    expect_alike,
+    expect_array,
+    expect_dtype,
+    first_true,
+    is_torch,
+    on_host,
+    size_of,
+    strides_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _MAX_TOKENS = 2**31 - 1
 
@@ -20,16 +36,11 @@ def _wrong(name: str, expected: str, got: object) -> ValueError:
     return ValueError(f"{name}: expected {expected}; got {got}.")
 
 
-def _expect_int(name: str, tensor: Tensor, dtype: torch.dtype, ndim: int) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a torch tensor; got {type(tensor).__name__}.")
-    if tensor.dtype is not dtype:
-        raise TypeError(
-            f"{name}: expected dtype {dtype}; got {tensor.dtype}. Convert it with .to({dtype}) once, "
-            "outside the step loop."
-        )
-    if tensor.dim() != ndim:
-        raise _wrong(name, f"{ndim} dimension(s)", f"shape {tuple(tensor.shape)}")
+def _expect_int32(name: str, array: Tensor, ndim: int) -> None:
+    expect_array(name, array)
+    expect_dtype(name, array, "int32")
+    if array.ndim != ndim:
+        raise _wrong(name, f"{ndim} dimension(s)", f"shape {tuple(array.shape)}")
 
 
 def _expect_page_size(page_size: int) -> None:
@@ -37,56 +48,64 @@ def _expect_page_size(page_size: int) -> None:
         raise _wrong("page_size", ">= 1", page_size)
 
 
-def _expect_unit_columns(name: str, table: Tensor) -> None:
-    if table.shape[1] > 1 and table.stride(1) != 1:
-        raise _wrong(name, "unit stride in its second dimension", table.stride())
+def _row_stride(name: str, table: Tensor) -> int:
+    strides = strides_of(table)
+    if table.shape[1] > 1 and strides[1] != 1:
+        raise _wrong(name, "unit stride in its second dimension", strides)
+    return strides[0]
 
 
-def _expect_integers(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a torch tensor; got {type(tensor).__name__}.")
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: expected torch.int32 or torch.int64; got {tensor.dtype}.")
+def _expect_integers(name: str, array: Tensor) -> None:
+    expect_array(name, array)
+    expect_dtype(name, array, "int32", "int64")
 
 
 def _expect_starts(name: str, starts: Tensor) -> None:
-    if starts.dim() != 1 or starts.numel() < 1:
+    if starts.ndim != 1 or size_of(starts) < 1:
         raise _wrong(name, "[requests + 1]", tuple(starts.shape))
 
 
 def _expect_lengths(name: str, lens: Tensor) -> None:
     """int64 lengths that are about to become int32."""
-    over = (lens > _MAX_TOKENS).nonzero()
-    if over.numel():
-        row = int(over[0])
+    row = first_true(lens > _MAX_TOKENS)
+    if row is not None:
         raise _wrong(name, f"at most {_MAX_TOKENS} KV tokens a request", f"{int(lens[row])} in row {row}")
 
 
-def _make_row_bounds(num_rows: int, stride: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    begin = torch.arange(num_rows, dtype=torch.int64, device=device) * stride
+@lru_cache(maxsize=512)
+def _host_bounds(num_rows: int, stride: int, width: int) -> tuple[Any, Any]:
+    begin = np.arange(num_rows, dtype=np.int64) * stride
     return begin, begin + width
 
 
 @lru_cache(maxsize=512)
 def _host_row_bounds(num_rows: int, stride: int, width: int) -> tuple[Tensor, Tensor]:
-    return _make_row_bounds(num_rows, stride, width, torch.device("cpu"))
+    import torch
+
+    begin, end = _host_bounds(num_rows, stride, width)
+    return torch.from_numpy(begin), torch.from_numpy(end)
 
 
 @cache  # never dropped: captured CUDA graphs hold these addresses
 def _device_row_bounds(capacity: int, stride: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    import torch
+
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "from_block_table: expected a block table of this shape to have been seen before a graph is "
             "captured; got its first one during the capture. Run the step once before capturing it."
         )
-    return _make_row_bounds(capacity, stride, width, device)
+    begin = torch.arange(capacity, dtype=torch.int64, device=device) * stride
+    return begin, begin + width
 
 
-def _row_bounds(num_rows: int, stride: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _row_bounds(num_rows: int, stride: int, width: int, table: Tensor) -> tuple[Tensor, Tensor]:
     """Starts ``i * stride`` and ends ``i * stride + width``: made once, so that a step allocates nothing."""
-    if device.type == "cpu":
+    if not is_torch(table):
+        return _host_bounds(num_rows, stride, width)
+    if table.device.type == "cpu":
         return _host_row_bounds(num_rows, stride, width)
-    begin, end = _device_row_bounds(1 << max(8, num_rows.bit_length()), stride, width, device)
+    begin, end = _device_row_bounds(1 << max(8, num_rows.bit_length()), stride, width, table.device)
     return begin[:num_rows], end[:num_rows]
 
 
@@ -127,16 +146,17 @@ class PageTable:
             ceil(kv_len / page_size) are never read.
         kv_lens: int32 [requests]. Raises ValueError or TypeError naming the argument.
         """
-        _expect_int("block_table", block_table, torch.int32, 2)
-        _expect_int("kv_lens", kv_lens, torch.int32, 1)
+        _expect_int32("block_table", block_table, 2)
+        _expect_int32("kv_lens", kv_lens, 1)
+        expect_alike("kv_lens", kv_lens, "block_table", block_table)
         rows, width = block_table.shape
         if kv_lens.shape[0] != rows:
             raise _wrong("kv_lens", f"{rows} entries, one a row", kv_lens.shape[0])
         _expect_page_size(page_size)
-        _expect_unit_columns("block_table", block_table)
+        row_stride = _row_stride("block_table", block_table)
         # The stride of a single row, or of rows without entries, is arbitrary.
-        stride = block_table.stride(0) if rows > 1 and width else width
-        begin, end = _row_bounds(rows, stride, width, block_table.device)
+        stride = row_stride if rows > 1 and width else width
+        begin, end = _row_bounds(rows, stride, width, block_table)
         return cls(block_table, begin, end, kv_lens, page_size)
 
     @classmethod
@@ -149,15 +169,17 @@ class PageTable:
             slots of one page are consecutive.
         rows: integer [requests]: the table row of each request. kv_lens: int32 [requests].
         """
-        _expect_int("token_table", token_table, torch.int32, 2)
-        _expect_int("kv_lens", kv_lens, torch.int32, 1)
+        _expect_int32("token_table", token_table, 2)
+        _expect_int32("kv_lens", kv_lens, 1)
         _expect_integers("rows", rows)
+        for name, array in (("rows", rows), ("kv_lens", kv_lens)):
+            expect_alike(name, array, "token_table", token_table)
         if rows.shape != kv_lens.shape:
             raise _wrong("rows", f"shape {tuple(kv_lens.shape)}", tuple(rows.shape))
         _expect_page_size(page_size)
-        _expect_unit_columns("token_table", token_table)
+        row_stride = _row_stride("token_table", token_table)
         width = token_table.shape[1]
-        begin = rows.to(torch.int64) * token_table.stride(0)
+        begin = as_dtype(rows, "int64") * row_stride
         return cls(token_table, begin, begin + width, kv_lens, page_size, page_size, page_size)
 
     @classmethod
@@ -176,52 +198,54 @@ class PageTable:
             [requests]. Host arrays are checked: indptr must not decrease, last_page_len must lie in
             1..page_size (0 for an empty row), kv_lens must fit into the row's pages.
         """
-        _expect_int("indices", indices, torch.int32, 1)
+        _expect_int32("indices", indices, 1)
         _expect_integers("indptr", indptr)
+        expect_alike("indptr", indptr, "indices", indices)
         _expect_starts("indptr", indptr)
         _expect_page_size(page_size)
         if (last_page_len is None) == (kv_lens is None):
             raise ValueError(
                 "kv_lens: expected exactly one of kv_lens and last_page_len; got both or neither."
             )
-        begin64 = indptr.to(torch.int64)
+        begin64 = as_dtype(indptr, "int64")
         begin, end = begin64[:-1], begin64[1:]
         pages = end - begin
-        host = indptr.device.type == "cpu"
+        host = on_host(indptr)
         if host:
             if not bool((pages >= 0).all()):
                 raise _wrong("indptr", "a non-decreasing sequence", indptr.tolist())
-            if indptr.numel() > 1 and not 0 <= int(begin64[0]) <= int(begin64[-1]) <= indices.numel():
+            available = size_of(indices)
+            if size_of(indptr) > 1 and not 0 <= int(begin64[0]) <= int(begin64[-1]) <= available:
                 raise _wrong(
                     "indptr",
-                    f"bounds within 0..{indices.numel()} indices",
+                    f"bounds within 0..{available} indices",
                     f"{int(begin64[0])}..{int(begin64[-1])}",
                 )
         if kv_lens is None:
             assert last_page_len is not None
-            _expect_int("last_page_len", last_page_len, torch.int32, 1)
+            _expect_int32("last_page_len", last_page_len, 1)
+            expect_alike("last_page_len", last_page_len, "indptr", indptr)
             if last_page_len.shape != begin.shape:
-                raise _wrong("last_page_len", f"{begin.numel()} entries", tuple(last_page_len.shape))
+                raise _wrong("last_page_len", f"{size_of(begin)} entries", tuple(last_page_len.shape))
             if host:
-                low = (pages > 0).to(torch.int32)
-                bad = ((last_page_len < low) | (last_page_len > page_size)).nonzero()
-                if bad.numel():
-                    row = int(bad[0])
+                low = as_dtype(pages > 0, "int32")
+                row = first_true((last_page_len < low) | (last_page_len > page_size))
+                if row is not None:
                     raise ValueError(
                         f"last_page_len[{row}]: expected 1..{page_size} (0 for an empty row); got "
                         f"{int(last_page_len[row])}. It counts the tokens in the row's last page."
                     )
-            lens = torch.where(pages > 0, (pages - 1) * page_size + last_page_len, torch.zeros_like(pages))
+            lens = ((pages - 1) * page_size + last_page_len) * (pages > 0)
             if host:
                 _expect_lengths("indptr", lens)
-            kv_lens = lens.to(torch.int32)
-        _expect_int("kv_lens", kv_lens, torch.int32, 1)
+            kv_lens = as_dtype(lens, "int32")
+        _expect_int32("kv_lens", kv_lens, 1)
+        expect_alike("kv_lens", kv_lens, "indptr", indptr)
         if kv_lens.shape != begin.shape:
-            raise _wrong("kv_lens", f"{begin.numel()} entries", tuple(kv_lens.shape))
-        if host and kv_lens.device.type == "cpu":
-            over = (kv_lens > pages * page_size).nonzero()
-            if over.numel():
-                row = int(over[0])
+            raise _wrong("kv_lens", f"{size_of(begin)} entries", tuple(kv_lens.shape))
+        if host and on_host(kv_lens):
+            row = first_true(kv_lens > pages * page_size)
+            if row is not None:
                 raise ValueError(
                     f"kv_lens[{row}]: expected at most {int(pages[row]) * page_size} tokens, which the row's "
                     f"{int(pages[row])} pages hold; got {int(kv_lens[row])}."
@@ -236,10 +260,10 @@ class PageTable:
         """
         _expect_integers("kv_indptr", kv_indptr)
         _expect_starts("kv_indptr", kv_indptr)
-        bounds = kv_indptr.to(torch.int64)
+        bounds = as_dtype(kv_indptr, "int64")
         lens = bounds[1:] - bounds[:-1]
-        if kv_indptr.device.type == "cpu":
+        if on_host(kv_indptr):
             if not bool((lens >= 0).all()) or int(bounds[0]) < 0:
                 raise _wrong("kv_indptr", "a non-decreasing sequence from 0 or more", kv_indptr.tolist())
             _expect_lengths("kv_indptr", lens)
-        return cls(None, bounds[:-1], bounds[1:], lens.to(torch.int32), 1)
+        return cls(None, bounds[:-1], bounds[1:], as_dtype(lens, "int32"), 1)

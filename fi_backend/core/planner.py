@@ -7,17 +7,20 @@ from dataclasses import astuple, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from fi_backend.core import jit
-from fi_backend.core.jit.arch import cuda_arch
+from fi_backend.core.jit.arch import cuda_arch, device_kind
+from fi_backend.core.jit.ffi import tvm_ffi
 from fi_backend.core.plan import PlanLayout
 from fi_backend.core.sharing import SharingLimits, flat_reason
 from fi_backend.core.spec import AttentionSpec
 from fi_backend.core.variant import AttentionVariant
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from fi_backend.core.page_table import PageTable
     from fi_backend.core.prefix_forest import PrefixForest
 
@@ -87,14 +90,14 @@ class CostModel:
                 raise ValueError(f"{name}: expected {lower} .. 2**31 - 1; got {value}.")
 
     @classmethod
-    def for_device(cls, device: torch.device) -> CostModel:
+    def for_device(cls, device: torch.device | str) -> CostModel:
         """The fitted model of a kind of device.
 
         On a CPU the arithmetic of a tile grows with its rows, while on a GPU tensor cores hide it behind the
         reads of the KV cache. A unit is 3.65 ns of a multiprocessor of an H200; share_latency is
         fitted to a grid of batches, of which a few are slower all the same (docs/design/log.md).
         """
-        if device.type == "cpu":
+        if device_kind(device) == "cpu":
             return cls(alpha=1, beta=(4, 5, 7, 11, 18), part_cost=256, share_cost=128)
         return cls(alpha=10, beta=(4, 4, 4, 5, 7), part_cost=1500, share_cost=1500, share_latency=8000)
 
@@ -148,7 +151,7 @@ class Planner:
         self.limits = limits
         self.costs = costs
         self.sharing = None if flat_reason(spec, variant) else sharing
-        self.config = torch.tensor(
+        config = np.array(
             [
                 *astuple(limits),
                 spec.num_kv_heads,
@@ -168,11 +171,11 @@ class Planner:
                 costs.share_cost,
                 costs.share_latency,
             ],
-            dtype=torch.int64,
-            device="cpu",  # whatever torch's default device is
+            dtype=np.int64,
         )
-        sizes = torch.empty(_SIZES, dtype=torch.int64, device="cpu")
         native = module()
+        self.config = tvm_ffi().from_dlpack(config)
+        sizes = np.empty(_SIZES, dtype=np.int64)
         native.sizes(self.config, spec.head_dim_v, sizes)
         values = sizes.tolist()
         self.capacity: tuple[int, ...] = tuple(values[:11])
@@ -247,6 +250,8 @@ class Planner:
         A stream that is being captured needs it to be done before. Raises BuildError, UnsupportedError.
         """
         if device not in self._on_device:
+            import torch
+
             native = jit.load(cuda_module(cuda_arch(device)))
             there = torch.empty(0, device=device)
             words = native.prepare(self.config, there)

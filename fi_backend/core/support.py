@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
+from fi_backend.core.jit.arch import device_kind
 from fi_backend.core.planner import CostModel
 from fi_backend.core.spec import FP8_DTYPES, AttentionSpec
 from fi_backend.core.variant import AttentionVariant
+
+if TYPE_CHECKING:
+    import torch
 
 DEVICES = ("cpu", "cuda")
 CUDA_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128))
@@ -23,7 +27,7 @@ def unsupported_reason(
 
     Compiles and launches nothing.
     """
-    kind = torch.device(device).type
+    kind = device_kind(device)
     if variant is not None and spec.sinks and not variant.softmax:
         return f"sinks: expected False with variant {variant.name}, which has no softmax; got True."
     if kind not in DEVICES:
@@ -33,16 +37,16 @@ def unsupported_reason(
 
 def query_tiles(spec: AttentionSpec, device: str | torch.device) -> tuple[int, int]:
     """Return the least and the greatest query tile that the kernels of `device` have for `spec`."""
-    if torch.device(device).type == "cpu":
+    if device_kind(device) == "cpu":
         return 1, 128
     # Two warps share the columns of a wider row.
     return 16, 64 if max(spec.head_dim, spec.head_dim_v) > 128 else 128
 
 
-def cost_model(spec: AttentionSpec, device: torch.device, costs: CostModel | None) -> CostModel:
+def cost_model(spec: AttentionSpec, device: torch.device | str, costs: CostModel | None) -> CostModel:
     """Return `costs`, by default those of the device; raises ValueError for a grid that kernels lack."""
     chosen = costs or CostModel.for_device(device)
-    if device.type == "cuda" and spec.batch_invariant and chosen.invariant_grid % _CUDA_KV_TILE:
+    if device_kind(device) == "cuda" and spec.batch_invariant and chosen.invariant_grid % _CUDA_KV_TILE:
         raise ValueError(
             f"costs.invariant_grid: on CUDA expected a multiple of {_CUDA_KV_TILE} tokens, the kernels' KV "
             f"tile; got {chosen.invariant_grid}."
@@ -52,6 +56,8 @@ def cost_model(spec: AttentionSpec, device: torch.device, costs: CostModel | Non
 
 def resolve(device: str | torch.device) -> torch.device:
     """Return `device` with its index: the current one of CUDA where none is named."""
+    import torch
+
     named = torch.device(device)
     if named.type == "cuda" and named.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -60,6 +66,8 @@ def resolve(device: str | torch.device) -> torch.device:
 
 def default_workers(device: torch.device) -> int:
     """Return how many workers share a launch: torch's intra-op threads, or one CTA a multiprocessor."""
+    import torch
+
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return torch.get_num_threads()

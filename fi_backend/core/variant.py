@@ -10,9 +10,10 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from torch import Tensor
 
 SCALAR_TYPES = ("float32", "int32", "bool")
@@ -102,7 +103,7 @@ class AttentionVariant:
 
     name: str
     params: Mapping[str, str | TensorParam] = field(default_factory=dict)
-    defaults: Mapping[str, float | Tensor] = field(default_factory=dict)
+    defaults: Mapping[str, float | Tensor | npt.NDArray[Any]] = field(default_factory=dict)
     softmax: bool = True
     vectorized: bool = False
     visible_range: str | None = None

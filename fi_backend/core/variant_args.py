@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from fi_backend.core.variant import AttentionVariant
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _LIMITS = {"int32": (-(2**31), 2**31 - 1), "bool": (0, 1)}
 
@@ -27,13 +30,30 @@ class VariantArguments:
 
     def __init__(self, variant: AttentionVariant, device: torch.device) -> None:
         self._variant = variant
+        self._device = device
         self._defaults = {
-            name: value.to(device).contiguous() if isinstance(value, Tensor) else value
+            name: self.placed(name, value) if name in variant.tensors and value is not None else value
             for name, value in variant.defaults.items()
         }
         needed = {name for name, tensor in variant.tensors.items() if not tensor.optional}
         self._needed = (needed | set(variant.scalars)) - set(self._defaults)
         self._without = None if self._needed else self._fill(self._defaults)
+
+    def placed(self, name: str, value: Any) -> Any:
+        """Return a tensor among the defaults as it will be passed to kernels."""
+        import torch
+
+        # A package can declare defaults without torch.
+        tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else self.expected(name, value)
+        return tensor.to(self._device).contiguous()
+
+    def expected(self, name: str, value: Any) -> Any:
+        """Return a tensor that a call is given as kernels take it; raises TypeError for anything else."""
+        from torch import Tensor
+
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a torch tensor; got {type(value).__name__}.")
+        return value
 
     def values(self, given: Mapping[str, float | Tensor] | None) -> VariantValues:
         """Return the values of all parameters for what a call is given.
@@ -59,13 +79,12 @@ class VariantArguments:
             )
         return self._fill({**self._defaults, **given})
 
-    def _fill(self, values: Mapping[str, float | Tensor]) -> VariantValues:
+    def _fill(self, values: Mapping[str, Any]) -> VariantValues:
         tensors: list[Tensor | None] = []
         for name in self._variant.tensors:
             value = values.get(name)
-            if value is not None and not isinstance(value, Tensor):
-                raise TypeError(f"{name}: expected a torch tensor; got {type(value).__name__}.")
-            tensors.append(value)
+            is_default = value is None or value is self._defaults.get(name)
+            tensors.append(value if is_default else self.expected(name, value))
         scalars = [_number(name, kind, values[name]) for name, kind in self._variant.scalars.items()]
         return VariantValues(tensors, scalars)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from fi_backend.core.variant import AttentionVariant, TensorParam
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PARAMS: Final[dict[str, str | TensorParam]] = {
     "frequencies": TensorParam("float32", (None, 2)),
@@ -44,7 +47,9 @@ _NEIGHBOURS = """
 """
 
 
-def _declare(name: str, rotation: str, frequencies: Tensor | None = None) -> AttentionVariant:
+def _declare(
+    name: str, rotation: str, frequencies: npt.NDArray[np.float32] | None = None
+) -> AttentionVariant:
     return AttentionVariant(
         name=name,
         params=_PARAMS,
@@ -73,11 +78,11 @@ class Llama31Scaling:
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
 
-    def stretched(self, frequencies: Tensor) -> Tensor:
-        """Return frequencies in radians a token, float64, as the model was trained with them."""
+    def stretched(self, frequencies: Any) -> Any:
+        """Return frequencies in radians a token, float64 of torch or NumPy, as the model was trained."""
         turns = self.original_max_position * frequencies / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
-        smooth = ((turns - self.low_freq_factor) / span).clamp(0, 1)
+        smooth = ((turns - self.low_freq_factor) / span).clip(0, 1)
         return (1 - smooth) * frequencies / self.factor + smooth * frequencies
 
 
@@ -88,15 +93,21 @@ def rope_frequencies(
 
     rotary_dim: even, at most head_dim; elements behind stay as they are. theta: the base. Raises ValueError.
     """
+    import torch
+
+    return torch.from_numpy(_frequencies(rotary_dim, theta, scaling))
+
+
+def _frequencies(rotary_dim: int, theta: float, scaling: Llama31Scaling | None) -> npt.NDArray[np.float32]:
     if rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(f"rotary_dim: expected an even number >= 2; got {rotary_dim}.")
     if not theta > 0:
         raise ValueError(f"theta: expected > 0; got {theta}.")
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
     radians = theta**-exponents
     turns = (radians if scaling is None else scaling.stretched(radians)) / (2 * math.pi)
-    high = turns.float()
-    return torch.stack((high, (turns - high.double()).float()), dim=1)
+    high = turns.astype(np.float32)
+    return np.stack((high, (turns - high).astype(np.float32)), axis=1)
 
 
 def rope(
@@ -110,7 +121,7 @@ def rope(
 
     All models share one compiled module for each spec, since frequencies are no part of the text.
     """
-    frequencies = rope_frequencies(rotary_dim, theta=theta, scaling=scaling)
+    frequencies = _frequencies(rotary_dim, theta, scaling)
     if interleaved:
         return _declare("rope_interleaved", _NEIGHBOURS, frequencies)
     return _declare("rope", _HALVES, frequencies)

@@ -14,7 +14,7 @@ from numeric import assert_bitwise_equal
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fi_backend.core import kernels
+from fi_backend.core import attention_call
 from fi_backend.core.append import append_kv
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.merge import merge_state, merge_states
@@ -177,7 +177,7 @@ def test_fakes_have_the_shapes_of_the_real_results_and_touch_no_memory() -> None
 def test_the_attention_operator_declares_what_it_writes(options: dict[str, Any], monkeypatch: Any) -> None:
     """torch's own check of schema, fake and aliasing, on the very call that run() makes."""
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(kernels, "_attention", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(attention_call, "_attention", lambda *arguments: calls.append(arguments))
     # Dense indices: the check clones its arguments, and a clone drops the gap behind the rows of a table.
     state = state_of(options, Layout(table="csr"))
     state.run(state.attention())

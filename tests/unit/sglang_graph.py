@@ -15,7 +15,7 @@ import torch
 from sglang_step import Engine
 
 from fi_backend.adapters.sglang import backend as backend_module
-from fi_backend.core import kernels
+from fi_backend.core import attention_call
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def recording(calls: list[Callable[[], Any]]) -> Iterator[None]:
 
     with (
         patch.object(backend_module, "append_kv", kept(backend_module.append_kv)),
-        patch.object(kernels, "run_attention", kept(kernels.run_attention)),
+        patch.object(attention_call, "run_attention", kept(attention_call.run_attention)),
     ):
         yield
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fi_backend.benchmarks.peers import Peer, Problem, Run, SharedPrefix
 from fi_backend.errors import UnsupportedError
-from fi_backend.hooks import hookimpl
 
 _LIBRARY = Path("vllm_flash_attn") / "_vllm_fa3_C.abi3.so"
 _library: Path | None = None
@@ -195,7 +194,6 @@ def _installed() -> Path | None:
     return None
 
 
-@hookimpl
 def fi_backend_benchmark_peers(device: str) -> Sequence[Peer]:
     """Offer the three ways to call it on CUDA devices."""
     return [Fa3(), Fa3OneSplit(), Fa3Cascade()] if device == "cuda" else []

@@ -16,7 +16,6 @@ from torch import Tensor
 from fi_backend.benchmarks.cuda.fa3 import own_begins
 from fi_backend.benchmarks.peers import Peer, Problem, Run
 from fi_backend.errors import UnsupportedError
-from fi_backend.hooks import hookimpl
 
 _WORKSPACE_BYTES = 512 << 20
 # From this many query heads on one KV head its documentation advises tensor cores for decode.
@@ -203,7 +202,6 @@ def _workspace(device: torch.device) -> Tensor:
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-@hookimpl
 def fi_backend_benchmark_peers(device: str) -> Sequence[Peer]:
     """Offer the wrappers on CUDA devices."""
     return [Decode(), Fa2(), Fa3(), Persistent(), Cascade()] if device == "cuda" else []

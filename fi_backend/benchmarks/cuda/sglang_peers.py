@@ -13,7 +13,6 @@ from torch import Tensor
 from fi_backend.benchmarks.cuda.cases import slots
 from fi_backend.benchmarks.peers import Peer, Problem, Run
 from fi_backend.errors import UnsupportedError
-from fi_backend.hooks import hookimpl
 
 _SPLIT_TOKENS = 256  # the default of its deterministic mode
 
@@ -89,7 +88,6 @@ def _kernels() -> tuple[Any, Any]:
     return decode_attention_fwd, extend_attention_fwd_unified
 
 
-@hookimpl
 def fi_backend_benchmark_peers(device: str) -> Sequence[Peer]:
     """Offer the kernels on CUDA devices."""
     return [Deterministic()] if device == "cuda" else []

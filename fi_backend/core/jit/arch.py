@@ -20,6 +20,13 @@ KNOWN_ARCHS = (
 MIN_CAPABILITY = (8, 0)
 
 
+def device_kind(device: torch.device | str | int) -> str:
+    """Return the kind of a device, such as "cuda" for "cuda:1"; imports no torch. An index is one of CUDA."""
+    if isinstance(device, str):
+        return device.partition(":")[0]
+    return "cuda" if isinstance(device, int) else device.type
+
+
 def cuda_arch(device: torch.device | str | int) -> str:
     """Return the CUDA target of a device, such as "sm_90a"; asked of the driver once a device.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from fi_backend import env
 from fi_backend.core.jit import cache
+from fi_backend.core.jit.ffi import tvm_ffi
 from fi_backend.core.jit.locate import Place, locate, must_be_built
 from fi_backend.core.jit.manifest import Manifest
 from fi_backend.core.jit.module import ModuleSpec
@@ -39,10 +40,8 @@ def load(spec: ModuleSpec) -> Module:
             [library] = build_all([spec])
             if spec.arch == "cpu":
                 ensure_runtime()
-            from tvm_ffi import load_module
-
             try:
-                module = _loaded[spec] = load_module(str(library))
+                module = _loaded[spec] = tvm_ffi().load_module(str(library))
             except (OSError, RuntimeError) as error:
                 raise BuildError(
                     f"module {spec.name}: {library} cannot be loaded here ({error}); if it was compiled on "

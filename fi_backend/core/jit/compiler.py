@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fi_backend.core.jit.ffi import tvm_ffi
 from fi_backend.core.jit.isa import portable_flags
 from fi_backend.core.jit.module import csrc_root
 from fi_backend.core.jit.toolkit import find_toolkit
@@ -85,13 +86,9 @@ def toolchain(arch: str, *, portable: bool = False) -> Toolchain:
 
 def include_dirs() -> list[str]:
     """Return the folders for -I (ours first) that every translation unit gets."""
-    from tvm_ffi import libinfo
-
-    return [str(csrc_root()), *libinfo.include_paths()]
+    return [str(csrc_root()), *tvm_ffi().libinfo.include_paths()]
 
 
 def ffi_library() -> Path:
     """Return the path of libtvm_ffi.so."""
-    from tvm_ffi import libinfo
-
-    return Path(libinfo.find_libtvm_ffi())
+    return Path(tvm_ffi().libinfo.find_libtvm_ffi())

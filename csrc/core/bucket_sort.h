@@ -8,8 +8,8 @@ namespace fi {
 
 template <int kWarps, int kBuckets>
 struct BucketSortMemory {
-  uint32_t position[kBuckets];      // where the next key of a bucket goes
-  uint32_t rank[kWarps][kBuckets];  // of a round: keys of a warp in a bucket, then where they go
+  alignas(16) uint32_t position[kBuckets];  // where the next key of a bucket goes
+  uint32_t rank[kWarps][kBuckets];          // of a round: keys of a warp in a bucket
 };
 
 template <class Block, int kBits>
@@ -33,9 +33,6 @@ class BucketSort {
     clear_rank();
   }
 
-  // Scratch memory until the first place(), which has to find it cleared by the warps.
-  static constexpr int kRanks = kWarps * kBuckets * int(sizeof(uint32_t) / sizeof(int16_t));
-  FI_DEVICE int16_t* lend_ranks() { return reinterpret_cast<int16_t*>(m_.rank); }
   FI_DEVICE void clear_rank() {
     for (int i = lane_; i < kBuckets; i += kWarp) m_.rank[warp_][i] = 0;
   }
@@ -51,58 +48,63 @@ class BucketSort {
     return k;
   }
 
-  FI_DEVICE void count(const Key& k) {
-    if (leads(k)) block_.add(&m_.position[k.bucket], uint32_t(count_bits(k.peers)));
+  // Keys of the first round are ranked as they are counted.
+  FI_DEVICE void count(const Key& k, bool first_round) {
+    if (!leads(k)) return;
+    const auto keys = uint32_t(count_bits(k.peers));
+    block_.add(&m_.position[k.bucket], keys);
+    if (first_round) m_.rank[warp_][k.bucket] = keys;
   }
 
   // After the last count(); called by all threads.
   FI_DEVICE void end_counting() {
     block_.sync();
     if (warp_ == 0) scan_positions();
+    block_.sync();
   }
 
-  // Where the key goes. Called by all threads, with the number of warps that have keys in this round.
-  FI_DEVICE uint32_t place(const Key& k, int warps) {
+  // Where the key goes.
+  FI_DEVICE uint32_t place(const Key& k) {
+    if (!k.valid) return 0;
+    uint32_t at = m_.position[k.bucket] + uint32_t(count_bits(k.peers & lower_lanes()));
+    for (int w = 0; w < warp_; ++w) at += m_.rank[w][k.bucket];
+    return at;
+  }
+
+  // Between two rounds, with the keys of the next one; called by all threads.
+  FI_DEVICE void next_round(const Key& k) {
+    block_.sync();
+    for (int b = block_.thread(); b < kBuckets; b += Block::kThreads)
+      for (int w = 0; w < kWarps; ++w) {
+        m_.position[b] += m_.rank[w][b];
+        m_.rank[w][b] = 0;
+      }
+    block_.sync();
     if (leads(k)) m_.rank[warp_][k.bucket] = uint32_t(count_bits(k.peers));
     block_.sync();
-    for (int b = block_.thread(); b < kBuckets; b += Block::kThreads) rank_warps(b, warps);
-    block_.sync();
-    return k.valid ? m_.rank[warp_][k.bucket] + uint32_t(count_bits(k.peers & lower_lanes())) : 0;
-  }
-
-  // Between two rounds.
-  FI_DEVICE void next_round() {
-    block_.sync_warp();
-    clear_rank();
-    block_.sync_warp();
   }
 
  private:
   FI_DEVICE uint32_t lower_lanes() const { return (1u << lane_) - 1; }
   FI_DEVICE bool leads(const Key& k) const { return k.valid && (k.peers & lower_lanes()) == 0; }
 
+  // By one warp, neighbouring buckets a lane.
   FI_DEVICE void scan_positions() {
-    uint32_t before = 0;
-    for (int base = 0; base < kBuckets; base += kWarp) {
-      const uint32_t own = m_.position[base + lane_];
-      uint32_t sum = own;
-      for (int d = 1; d < kWarp; d *= 2) {
-        const uint32_t left = block_.shuffle_up(sum, d);
-        if (lane_ >= d) sum += left;
-      }
-      m_.position[base + lane_] = before + sum - own;
-      before += block_.shuffle(sum, kWarp - 1);
+    constexpr int kOfLane = kBuckets / kWarp;
+    uint32_t count[kOfLane], before[1] = {0};
+    FI_UNROLL
+    for (int i = 0; i < kOfLane; ++i) {
+      count[i] = m_.position[lane_ * kOfLane + i];
+      before[0] += count[i];
     }
-  }
-
-  FI_DEVICE void rank_warps(int bucket, int warps) {
-    uint32_t next = m_.position[bucket];
-    for (int w = 0; w < warps; ++w) {
-      const uint32_t count = m_.rank[w][bucket];
-      m_.rank[w][bucket] = next;
-      next += count;
+    const uint32_t own = before[0];
+    add_lanes_before(block_, before);
+    uint32_t at = before[0] - own;
+    FI_UNROLL
+    for (int i = 0; i < kOfLane; ++i) {
+      m_.position[lane_ * kOfLane + i] = at;
+      at += count[i];
     }
-    m_.position[bucket] = next;
   }
 
   Block& block_;

@@ -54,22 +54,24 @@ FI_DEVICE int64_t warp_max64(Block& block, int64_t v) {
   return int64_t(high) << 32 | low;
 }
 
-// The saturating sum over a warp's lanes up to the caller's. A call, for its code is long and seldom runs.
-template <class Block>
-FI_DEVICE_CALL uint32_t sum_of_lanes(Block& block, uint32_t v) {
+// Replaces every value by its saturating sum over a warp's lanes up to the caller's.
+template <int N, class Block>
+FI_DEVICE void add_lanes_before(Block& block, uint32_t (&v)[N]) {
+  const int lane = block.thread() % kWarp;
+  FI_ROLL
   for (int d = 1; d < kWarp; d *= 2) {
-    const uint32_t left = block.shuffle_up(v, d);
-    if (block.thread() % kWarp >= d) v = saturating_add(v, left);
+    uint32_t left[N];
+    FI_UNROLL
+    for (int k = 0; k < N; ++k) left[k] = block.shuffle_up(v[k], d);
+    FI_UNROLL
+    for (int k = 0; k < N; ++k)
+      if (lane >= d) v[k] = saturating_add(v[k], left[k]);
   }
-  return v;
 }
 
 template <int kWarps, int kFields>
 struct CollectiveSlots {
   int64_t posted[2][kFields][kWarps];  // two halves by turns
-  uint32_t totals[kFields][kWarps];
-  uint32_t before[kFields][kWarps];
-  uint32_t total[kFields];
 };
 
 template <class Block, int kFields>
@@ -95,36 +97,58 @@ class Collectives {
     return lane_ < kWarps ? slots_.posted[half_ ^ 1][field][lane_] : 0;
   }
 
-  // Replaces every value by the sum of those of the threads before; saturates. Ends a phase.
+  // Replaces every value by the sum of those of the threads before; saturates. It meets as meet() does: what
+  // has been posted to fields from N on is there behind it.
   template <int N>
   FI_DEVICE void exclusive_scan(uint32_t (&v)[N], uint32_t (&total)[N]) {
-    static_assert(N <= kFields && N <= kWarps);
+    static_assert(N <= kFields);
+    uint32_t own[N];
+    bool many = false;
+    FI_UNROLL
     for (int k = 0; k < N; ++k) {
-      const uint32_t own = v[k], sum = inclusive_of_few(own);
-      v[k] = sum - own;
-      if (lane_ == kWarp - 1) slots_.totals[k][warp_] = sum;
+      own[k] = v[k];
+      many |= v[k] > 1;
     }
-    block_.sync();
-    // A warp a field; for all warps to do this for themselves would take longer than a barrier.
-    if (warp_ < N) {
-      const uint32_t own = lane_ < kWarps ? slots_.totals[warp_][lane_] : 0, sum = sum_of_lanes(block_, own);
-      if (lane_ < kWarps) slots_.before[warp_][lane_] = sum - own;
-      if (lane_ == kWarp - 1) slots_.total[warp_] = sum;
+    // Mostly each value is 0 or 1: no request has several tiles, no tile several items.
+    if (block_.ballot(many)) {
+      add_lanes_before(block_, v);
+    } else {
+      FI_UNROLL
+      for (int k = 0; k < N; ++k)
+        v[k] = uint32_t(count_bits(block_.ballot(v[k]) & (~0u >> (kWarp - 1 - lane_))));
     }
-    block_.sync();
+    FI_UNROLL
     for (int k = 0; k < N; ++k) {
-      v[k] = saturating_add(v[k], slots_.before[k][warp_]);
-      total[k] = slots_.total[k];
+      if (lane_ == kWarp - 1) slots_.posted[half_][k][warp_] = v[k];
+      v[k] -= own[k];
+    }
+    meet();
+    // Every warp adds up the warps before it: shorter than a second barrier.
+    uint32_t of_lane[N];
+    bool large = false;
+    FI_UNROLL
+    for (int k = 0; k < N; ++k) {
+      of_lane[k] = uint32_t(posted(k));
+      large |= of_lane[k] > kSaturated / kWarp;
+    }
+    if (block_.ballot(large)) {
+      add_lanes_before(block_, of_lane);
+      FI_UNROLL
+      for (int k = 0; k < N; ++k) {
+        const uint32_t before = block_.shuffle(of_lane[k], (warp_ + kWarp - 1) % kWarp);
+        if (warp_ > 0) v[k] = saturating_add(v[k], before);
+        total[k] = block_.shuffle(of_lane[k], kWarp - 1);
+      }
+    } else {
+      FI_UNROLL
+      for (int k = 0; k < N; ++k) {
+        v[k] += block_.warp_sum(lane_ < warp_ ? of_lane[k] : 0);
+        total[k] = block_.warp_sum(of_lane[k]);
+      }
     }
   }
 
  private:
-  // Mostly each value is 0 or 1: no request has several tiles, no tile several items.
-  FI_DEVICE uint32_t inclusive_of_few(uint32_t v) {
-    if (block_.ballot(v > 1)) return sum_of_lanes(block_, v);
-    return uint32_t(count_bits(block_.ballot(v) & (~0u >> (kWarp - 1 - lane_))));
-  }
-
   Block& block_;
   Slots& slots_;
   const int warp_, lane_;

@@ -33,7 +33,8 @@ FI_HOST_DEVICE int node_kind(const PlannerConfig& c, int32_t tokens) {
   return query_tile(c, int64_t(tokens) * c.group);
 }
 FI_HOST_DEVICE int32_t node_tile_count(const PlannerConfig& c, int32_t tokens) {
-  return int32_t(ceil_div32(uint32_t(tokens * c.group), uint32_t(tile_height(node_kind(c, tokens)))));
+  const int kind = node_kind(c, tokens);
+  return int32_t(uint32_t(tokens * c.group + tile_height(kind) - 1) >> tile_log2(kind));
 }
 
 // Tiles of a node that hold a member's rows, first to last.
@@ -49,6 +50,7 @@ FI_HOST_DEVICE int64_t node_key_cost(const PlannerConfig& c, int32_t tokens) {
 }
 
 FI_HOST_DEVICE int64_t bounded_product(int64_t a, int64_t b) {  // both >= 0
+  if ((a | b) <= kMaxInt32) return a * b;
   return a > 0 && b > kMaxBudget / a ? kMaxBudget : a * b;
 }
 
@@ -65,7 +67,10 @@ FI_HOST_DEVICE int64_t node_overhead(const PlannerConfig& c, int32_t tokens, int
 //   and that of the nodes just above it which are not kept, since it would read their keys as well. It has to
 //   have fewer than max_levels kept nodes above it.
 FI_HOST_DEVICE bool pays(int32_t length, int64_t below, int64_t key_cost, int64_t overhead) {
-  return below > key_cost && below - key_cost > overhead / length;
+  const int64_t saved = below - key_cost;
+  if (saved <= 0) return false;
+  // The same without a division, which takes a device as long as all the rest.
+  return saved <= kMaxInt32 ? saved * length > overhead : saved > overhead / length;
 }
 
 // Of the kept nodes, in order, those stay that come before a limit is exceeded: `nodes` counts them up to

@@ -5,6 +5,11 @@
 
 namespace fi {
 
+struct Budget {
+  int64_t item;  // what an item may cost
+  int64_t time;  // the estimate of the step; 0 where none was asked for
+};
+
 // kShares: some tiles may be of prefix nodes.
 template <class Block, bool kShares>
 class BudgetChooser {
@@ -23,31 +28,24 @@ class BudgetChooser {
         warp_(thread_ / kWarp),
         lane_(thread_ % kWarp) {}
 
-  // total: of the tiles' scaled costs. With many tickets the ideal share is taken as it is. Ends with a
-  // barrier.
+  // total: of the tiles' scaled costs. With many tickets the ideal share is taken as it is, and no thread
+  // waits for another. Sets the chunks of the budget. Between two calls with few tickets lies a barrier.
   template <class Tiles>
-  FI_DEVICE void choose(Tiles tiles, int32_t num_tiles, int64_t total, BudgetChoice& budget,
-                        bool many_tickets) {
-    if (warp_ == 0) {
-      const int64_t ideal = ideal_budget(c_, total, cost_shift_);
-      if (lane_ == 0) budget.ideal = ideal;
-      if (lane_ == 0) budget.choice = 0;
-      if (lane_ < kNumCandidates * kNumTiles) {
-        const int candidate = lane_ / kNumTiles, kind = lane_ % kNumTiles;
-        budget.chunk[candidate][kind] = chunk_tokens(c_, kind, candidate_budget(ideal, candidate));
-      }
+  FI_DEVICE Budget choose(Tiles tiles, int32_t num_tiles, int64_t total, bool many_tickets) {
+    const int64_t ideal = ideal_budget(c_, total, cost_shift_);
+    if (many_tickets) {
+      set_chunks(ideal);
+      return {ideal, 0};
     }
-    block_.sync();
-    if (many_tickets) return;
-
     // A quarter of the threads to each candidate.
     constexpr int kGroup = kCandidateThreads / kWarp;
     const int candidate = warp_ / kGroup, first = thread_ % kCandidateThreads;
+    set_chunks(candidate_budget(ideal, candidate));
     const auto share = [&](int32_t t) {
       const int32_t shape = tiles.at(kShape, t);
       const TileLevel level = kShares ? shape_level(shape) : kFlat;
-      return estimate_share(c_, level, shape_kind(shape), tile_length(tiles, t),
-                            budget.chunk[candidate][shape_kind(shape)], cost_shift_);
+      return estimate_share(c_, level, shape_kind(shape), tile_length(tiles, t), chunk(shape_kind(shape)),
+                            cost_shift_);
     };
     int64_t load = 0, largest = 0, large = 0;
     FI_ROLL
@@ -70,13 +68,21 @@ class BudgetChooser {
     large = warp_sum64(block_, large);
     if (lane_ == 0) m_.large[warp_] = large;
     block_.sync();
-    if (warp_ == 0) compare_candidates(budget);
-    block_.sync();
+    return best_candidate(ideal);
+  }
+
+  // KV tokens of an item of this tile kind.
+  FI_DEVICE int32_t chunk(int kind) const { return m_.chunk[warp_][kind]; }
+
+  FI_DEVICE void set_chunks(int64_t budget) {
+    block_.sync_warp();
+    if (lane_ < kNumTiles) m_.chunk[warp_][lane_] = chunk_tokens(c_, lane_, budget);
+    block_.sync_warp();
   }
 
  private:
-  // One lane a candidate.
-  FI_DEVICE void compare_candidates(BudgetChoice& budget) {
+  // By every warp, one lane a candidate.
+  FI_DEVICE Budget best_candidate(int64_t ideal) {
     constexpr int kGroup = kCandidateThreads / kWarp;
     int64_t time = 0;
     if (lane_ < kNumCandidates) {
@@ -97,8 +103,9 @@ class BudgetChooser {
         choice = i;
       }
     }
-    if (lane_ == 0) budget.choice = choice;
-    if (lane_ == 0) budget.time = best;
+    const int64_t item = candidate_budget(ideal, choice);
+    set_chunks(item);
+    return {item, best};
   }
 
   Block& block_;

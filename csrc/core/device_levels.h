@@ -9,91 +9,67 @@ namespace fi {
 // Sums of costs are added up in 32 bits on the device.
 inline constexpr int32_t kMaxSharedBeta = 1 << 20;
 
+// Of the members of a node among 32 requests; larger products of nodes and requests take longer.
+inline constexpr int32_t kMemberCounts = 2048;
+
 struct Levels {
-  int32_t begin[kForestRequests], end[kForestRequests];  // KV tokens
-  int32_t tokens[kForestRequests];                       // query tokens of the members
-  int16_t members[kForestRequests];                      // how many
-  int16_t parent[kForestRequests];
+  int32_t end[kForestRequests];                 // KV tokens
+  int32_t tokens[kForestRequests];              // query tokens of the members
+  int32_t tile[kForestRequests];                // the node's first, among those of all nodes
+  int32_t tokens_begin[kForestRequests];        // among the query tokens of all nodes
+  int16_t members[kForestRequests];             // how many
+  int16_t parent[kForestRequests];              // or -1
   int16_t leader[kForestRequests];              // the first member
   uint8_t level[kForestRequests];               // nodes above
   int16_t leaf[kForestRequests];                // by request: its deepest node, or -1
   int16_t path[kForestDepth][kForestRequests];  // by level and request: its node, or -1
+  int16_t counts[kMemberCounts];                // cleared; see NodeEmitter
+
+  FI_DEVICE int32_t begin(int32_t node) const { return parent[node] < 0 ? 0 : end[parent[node]]; }
+};
+
+struct LevelCounts {
+  int32_t nodes = 0;
+  int32_t tiles = 0;
+  int32_t tokens = 0;        // query tokens of members, once for each node
+  bool single_rows = false;  // all members have one query token, whose rows lie in one tile of each node
 };
 
 struct LevelsMemory {
+  // Sums over the members, cleared while leaders are still read (DeviceShareMemory).
   uint32_t tokens[kForestRequests], members[kForestRequests];
   uint32_t below[kForestRequests], saved[kForestRequests];  // see compose_rules.h
-  int32_t start[kForestRequests];                           // KV token at which the node begins if it is kept
   int16_t kept[kForestRequests];   // the kept node that is or lies above this one, or -1
   int16_t index[kForestRequests];  // among the kept ones, or -1
   uint8_t above[kForestRequests];  // kept nodes above
 };
 
-template <class Block, class Scan>
+template <class Block>
 class LevelChooser {
  public:
-  static constexpr int kThreads = Block::kThreads;
+  static constexpr int kThreads = Block::kThreads, kWarps = kThreads / kWarp;
 
-  FI_DEVICE LevelChooser(Block& block, Scan& scan, const ForestNodes& nodes, int32_t count, int32_t requests,
+  FI_DEVICE LevelChooser(Block& block, const ForestNodes& nodes, int32_t count, int32_t requests,
                          int32_t page_size, LevelsMemory& memory, Levels& levels)
       : block_(block),
-        scan_(scan),
         n_(nodes),
         m_(memory),
         l_(levels),
         count_(count),
         requests_(requests),
         page_size_(page_size),
-        thread_(block.thread()) {}
+        thread_(block.thread()),
+        warp_(thread_ / kWarp),
+        lane_(thread_ % kWarp) {}
 
-  // Returns how many nodes are kept. Ends with a barrier.
-  FI_DEVICE int32_t choose(const PlannerConfig& c, const int32_t* qo_indptr) {
+  // A phase before add_requests().
+  FI_DEVICE void clear() {
     FI_ROLL
     for (int32_t i = thread_; i < count_; i += kThreads)
       m_.tokens[i] = m_.members[i] = m_.below[i] = m_.saved[i] = 0;
-    block_.sync();
-    add_requests(c, qo_indptr);
-    int greatest = 0;
-    FI_ROLL
-    for (int32_t i = thread_; i < count_; i += kThreads)
-      greatest = n_.depth[i] > greatest ? n_.depth[i] : greatest;
-    scan_.post(0, block_.warp_max(uint32_t(greatest)));
-    scan_.meet();
-    greatest = int(block_.warp_max(uint32_t(scan_.posted(0))));
-    FI_ROLL
-    for (int depth = greatest; depth >= 0; --depth) {
-      FI_ROLL
-      for (int32_t i = thread_; i < count_; i += kThreads)
-        if (n_.depth[i] == depth) add_to_parent(c, i);
-      block_.sync();
-    }
-    FI_ROLL
-    for (int depth = 0; depth <= greatest; ++depth) {
-      FI_ROLL
-      for (int32_t i = thread_; i < count_; i += kThreads)
-        if (n_.depth[i] == depth) decide(c, i);
-      block_.sync();
-    }
-    const int32_t kept = number(c);
-    keep(kept);
-    return kept;
   }
 
-  // All nodes as they are, for who wants to see the forest.
-  FI_DEVICE void keep_all() {
-    FI_ROLL
-    for (int32_t i = thread_; i < count_; i += kThreads) {
-      m_.tokens[i] = m_.members[i] = 0;
-      m_.index[i] = m_.kept[i] = int16_t(i);
-      m_.above[i] = n_.depth[i];
-      m_.start[i] = n_.begin[i] * page_size_;
-    }
-    keep(count_);
-  }
-
- private:
-  FI_DEVICE int32_t tokens_to(int32_t i) const { return n_.end[i] * page_size_; }
-
+  // A phase before choose(); adds each request to its deepest node.
   FI_DEVICE void add_requests(const PlannerConfig& c, const int32_t* qo_indptr) {
     FI_ROLL
     for (int32_t base = 0; base < requests_; base += kThreads) {
@@ -114,11 +90,49 @@ class LevelChooser {
       } else {
         q_len = block_.warp_sum(q_len);
         cost = block_.warp_sum(cost);
-        if (thread_ % kWarp == first) add(node, q_len, uint32_t(count_bits(valid)), cost);
+        if (lane_ == first) add(node, q_len, uint32_t(count_bits(valid)), cost);
       }
     }
-    block_.sync();
   }
+
+  // Ends with a barrier.
+  FI_DEVICE LevelCounts choose(const PlannerConfig& c, const NodeCount& nodes) {
+    const int greatest = nodes.greatest_depth;
+    count_ = nodes.nodes;
+    FI_ROLL
+    for (int depth = greatest; depth > 0; --depth) {
+      FI_ROLL
+      for (int32_t i = thread_; i < count_; i += kThreads)
+        if (n_.depth[i] == depth) add_to_parent(c, i);
+      block_.sync();
+    }
+    FI_ROLL
+    for (int depth = 0; depth <= greatest; ++depth) {
+      FI_ROLL
+      for (int32_t i = thread_; i < count_; i += kThreads)
+        if (n_.depth[i] == depth) decide(c, i);
+      block_.sync();
+    }
+    const LevelCounts all = number(c);
+    block_.sync();
+    return keep(c, all);
+  }
+
+  // All nodes as they are, for who wants to see the forest. After a barrier behind the nodes.
+  FI_DEVICE void keep_all(const PlannerConfig& c, const NodeCount& nodes) {
+    count_ = nodes.nodes;
+    FI_ROLL
+    for (int32_t i = thread_; i < count_; i += kThreads) {
+      m_.tokens[i] = m_.members[i] = 0;
+      m_.index[i] = m_.kept[i] = int16_t(i);
+      m_.above[i] = n_.depth[i];
+    }
+    block_.sync();
+    keep(c, {count_, 0, 0, false});
+  }
+
+ private:
+  FI_DEVICE int32_t tokens_to(int32_t i) const { return n_.end[i] * page_size_; }
 
   FI_DEVICE void add(int32_t node, uint32_t tokens, uint32_t members, uint32_t below) {
     block_.add(&m_.tokens[node], tokens);
@@ -132,13 +146,14 @@ class LevelChooser {
                 node_overhead(c, tokens, int32_t(m_.members[i])));
   }
 
+  FI_DEVICE int32_t tokens_from(int32_t i) const { return n_.parent[i] < 0 ? 0 : tokens_to(n_.parent[i]); }
+
   FI_DEVICE void add_to_parent(const PlannerConfig& c, int32_t i) {
     const uint32_t below = m_.below[i];
     uint32_t saved = m_.saved[i];
     m_.below[i] = below - saved;
     const int32_t parent = n_.parent[i];
-    if (parent < 0) return;
-    if (node_pays(c, i, tokens_to(i) - n_.begin[i] * page_size_))
+    if (node_pays(c, i, tokens_to(i) - tokens_from(i)))
       saved = below - uint32_t(node_key_cost(c, int32_t(m_.tokens[i])));
     add(parent, m_.tokens[i], m_.members[i], below);
     block_.add(&m_.saved[parent], saved);
@@ -146,55 +161,97 @@ class LevelChooser {
 
   FI_DEVICE void decide(const PlannerConfig& c, int32_t i) {
     const int32_t parent = n_.parent[i], above = parent < 0 ? -1 : m_.kept[parent];
+    if (parent < 0) m_.below[i] -= m_.saved[i];
     const int32_t start = above < 0 ? 0 : tokens_to(above);
     const int32_t levels = above < 0 ? 0 : m_.above[above] + 1;
     const bool kept = levels < c.sharing.max_levels && node_pays(c, i, tokens_to(i) - start);
-    m_.start[i] = start;
     m_.above[i] = uint8_t(levels);
     m_.kept[i] = kept ? int16_t(i) : int16_t(above);
   }
 
-  FI_DEVICE int32_t number(const PlannerConfig& c) {
-    uint32_t carry[2] = {0, 0};
-    FI_ROLL
-    for (int32_t base = 0; base < count_; base += kThreads) {
-      const int32_t i = base + thread_;
-      const bool kept = i < count_ && m_.kept[i] == i;
-      const uint32_t tokens = kept && m_.above[i] == 0 ? m_.tokens[i] : 0;
-      uint32_t at[2] = {kept, tokens}, total[2];
-      scan_.exclusive_scan(at, total);
-      if (i < count_) {
-        const bool fits = kept && within_limits(c, carry[0] + at[0] + 1, int64_t(carry[1]) + at[1] + tokens);
-        m_.index[i] = fits ? int16_t(carry[0] + at[0]) : int16_t(-1);
-      }
-      carry[0] += total[0];
-      carry[1] += total[1];
+  FI_DEVICE bool is_kept(int32_t i) const { return i < count_ && m_.kept[i] == i; }
+  FI_DEVICE uint32_t lanes_before() const { return (1u << lane_) - 1; }
+
+  // Where the kept nodes, their tiles and tokens lie. Each warp looks at all nodes, for itself, instead of
+  // waiting for the others.
+  FI_DEVICE LevelCounts number(const PlannerConfig& c) {
+    uint32_t root_tokens = 0;
+    LevelCounts all = number_first(c, kForestRequests, root_tokens);
+    if (!within_limits(c, all.nodes, root_tokens)) all = number_first(c, count_fitting(c), root_tokens);
+    const int32_t groups = (requests_ + kWarp - 1) / kWarp;
+    all.single_rows = groups * all.nodes <= kMemberCounts;
+    if (all.single_rows) {
+      FI_ROLL
+      for (int32_t i = thread_; i < groups * all.nodes; i += kThreads) l_.counts[i] = 0;
     }
-    block_.sync();
-    uint32_t most = 0;  // those that fit are the first ones
-    FI_ROLL
-    for (int32_t i = thread_; i < count_; i += kThreads)
-      most = m_.index[i] >= int32_t(most) ? uint32_t(m_.index[i] + 1) : most;
-    scan_.post(0, block_.warp_max(most));
-    scan_.meet();
-    return int32_t(block_.warp_max(uint32_t(scan_.posted(0))));
+    return all;
   }
 
-  FI_DEVICE void keep(int32_t kept) {
-    block_.sync();
-    if (kept == 0) return;
+  // Of the kept nodes the first `most`; root_tokens: query tokens of those that have no kept node above.
+  FI_DEVICE LevelCounts number_first(const PlannerConfig& c, int32_t most, uint32_t& root_tokens) {
+    LevelCounts all{};
+    root_tokens = 0;
+    FI_ROLL
+    for (int32_t base = 0; base < count_; base += kWarp) {
+      const int32_t i = base + lane_;
+      const uint32_t kept = block_.ballot(is_kept(i));
+      const int32_t at = all.nodes + count_bits(kept & lanes_before());
+      const bool taken = kept >> lane_ & 1 && at < most;
+      const uint32_t tokens = taken ? m_.tokens[i] : 0;
+      uint32_t to[2] = {taken ? uint32_t(node_tile_count(c, int32_t(tokens))) : 0, tokens};
+      const uint32_t own[2] = {to[0], to[1]};
+      if (base / kWarp % kWarps == warp_) {
+        add_lanes_before(block_, to);
+        if (i < count_) m_.index[i] = taken ? int16_t(at) : int16_t(-1);
+        if (taken) {
+          l_.tile[at] = all.tiles + int32_t(to[0] - own[0]);
+          l_.tokens_begin[at] = all.tokens + int32_t(to[1] - own[1]);
+        }
+      }
+      root_tokens += block_.warp_sum(taken && m_.above[i] == 0 ? tokens : 0);
+      all.nodes += count_bits(kept);
+      all.tiles += int32_t(block_.warp_sum(own[0]));
+      all.tokens += int32_t(block_.warp_sum(own[1]));
+    }
+    if (all.nodes > most) all.nodes = most;
+    return all;
+  }
+
+  // How many of the kept nodes come before a limit is exceeded.
+  FI_DEVICE int32_t count_fitting(const PlannerConfig& c) {
+    int32_t nodes = 0, fitting = 0;
+    uint32_t tokens = 0;
+    FI_ROLL
+    for (int32_t base = 0; base < count_; base += kWarp) {
+      const int32_t i = base + lane_;
+      const uint32_t kept = block_.ballot(is_kept(i));
+      uint32_t to[1] = {kept >> lane_ & 1 && m_.above[i] == 0 ? m_.tokens[i] : 0};
+      const uint32_t own = to[0];
+      add_lanes_before(block_, to);
+      const bool fits = kept >> lane_ & 1 &&
+                        within_limits(c, nodes + count_bits(kept & lanes_before()) + 1, tokens + to[0]);
+      fitting += count_bits(block_.ballot(fits));
+      nodes += count_bits(kept);
+      tokens += block_.warp_sum(own);
+    }
+    return fitting;
+  }
+
+  FI_DEVICE LevelCounts keep(const PlannerConfig& c, LevelCounts all) {
+    bool single_rows = all.single_rows;
     FI_ROLL
     for (int32_t i = thread_; i < count_; i += kThreads) {
       const int32_t to = m_.index[i];
       if (to < 0) continue;
       const int32_t parent = n_.parent[i] < 0 ? -1 : m_.kept[n_.parent[i]];
-      l_.begin[to] = m_.start[i];
+      const auto tokens = int32_t(m_.tokens[i]), members = int32_t(m_.members[i]);
       l_.end[to] = tokens_to(i);
-      l_.tokens[to] = int32_t(m_.tokens[i]);
-      l_.members[to] = int16_t(m_.members[i]);
+      l_.tokens[to] = tokens;
+      l_.members[to] = int16_t(members);
       l_.parent[to] = parent < 0 ? int16_t(-1) : m_.index[parent];
       l_.leader[to] = n_.leader[i];
       l_.level[to] = m_.above[i];
+      single_rows &= tokens == members && tile_height(node_kind(c, tokens)) % c.group == 0;
     }
     FI_ROLL
     for (int32_t r = thread_; r < requests_; r += kThreads) {
@@ -210,16 +267,17 @@ class LevelChooser {
       }
       l_.leaf[r] = int16_t(leaf);
     }
-    block_.sync();
+    all.single_rows = !block_.sync_or(!single_rows);
+    return all;
   }
 
   Block& block_;
-  Scan& scan_;
   const ForestNodes& n_;
   LevelsMemory& m_;
   Levels& l_;
-  const int32_t count_, requests_, page_size_;
-  const int thread_;
+  int32_t count_;
+  const int32_t requests_, page_size_;
+  const int thread_, warp_, lane_;
 };
 
 }  // namespace fi

@@ -8,29 +8,24 @@
 namespace fi {
 
 struct NodeTables {
-  int32_t tile[kForestRequests];  // the node's first
-  int32_t tokens_begin[kForestRequests];
-  int32_t reports_begin[kForestRequests];
-  int32_t path_chunks[kForestRequests];  // of the nodes from the root to this one
-};
-
-struct NodeUse {
-  int32_t tokens, reports;
+  int32_t reports_begin[kForestRequests];  // unless all members have single rows
+  int32_t path_chunks[kForestRequests];    // of the nodes from the root to this one
 };
 
 template <class Block, class Tiles>
 class NodeEmitter {
  public:
   static constexpr int kThreads = Block::kThreads, kWarps = kThreads / kWarp;
-  using Sort = BucketSort<Block, kSortBits>;
 
   // The nodes' tiles are [first_tile, num_tiles).
-  FI_DEVICE NodeEmitter(Block& block, const DevicePlanArgs& args, const Levels& levels, NodeTables& nodes,
-                        const int32_t* tile_begin, Tiles tiles, int32_t first_tile, int32_t num_tiles)
+  FI_DEVICE NodeEmitter(Block& block, const DevicePlanArgs& args, Levels& levels, NodeTables& nodes,
+                        const LevelCounts& count, const int32_t* tile_begin, Tiles tiles, int32_t first_tile,
+                        int32_t num_tiles)
       : block_(block),
         a_(args),
         l_(levels),
         n_(nodes),
+        count_(count),
         tile_begin_(tile_begin),
         tiles_(tiles),
         first_tile_(first_tile),
@@ -40,58 +35,29 @@ class NodeEmitter {
         lane_(thread_ % kWarp),
         requests_(args.num_requests < kForestRequests ? args.num_requests : kForestRequests) {}
 
-  // Ends with a barrier. Merge units count their arrivals, node tiles know their report lists (kUnit).
-  // counts: scratch memory for how many members a node has among 32 requests, Sort::kRanks of them.
-  template <class Collective>
-  FI_DEVICE NodeUse run(Collective& all, int32_t num_nodes, int16_t* counts) {
+  // With single rows, a phase before run(): how many members each node has among 32 requests.
+  FI_DEVICE void count_members() {
     const int32_t groups = (requests_ + kWarp - 1) / kWarp;
-    bool odd = groups * num_nodes > Sort::kRanks;
     FI_ROLL
-    for (int32_t j = thread_; j < num_nodes; j += kThreads) odd |= !has_single_rows(j);
-    odd = block_.sync_or(odd);
-    if (odd) {
-      FI_ROLL
-      for (int32_t j = warp_; j < num_nodes; j += kWarps) {
-        const int32_t pairs = for_members(j, [](int32_t, int32_t, int32_t, TileRange, int32_t) {});
-        if (lane_ == 0) n_.reports_begin[j] = pairs;
-      }
-      block_.sync();
+    for (int32_t task = warp_; task < groups * kForestDepth; task += kWarps) {
+      const int32_t node = node_of(task, groups);
+      const uint32_t peers = find_peers(node);
+      if (node >= 0 && (peers & lanes_before()) == 0)
+        l_.counts[task % groups * count_.nodes + node] = int16_t(count_bits(peers));
     }
-    NodeUse use{};
+  }
+
+  // When tiles are cut. Returns how many words of reports there are. Without single rows it ends with a
+  // barrier: merge units count their arrivals, node tiles know their report lists (kUnit). With them, both
+  // have been said where tiles were cut.
+  template <class Collective>
+  FI_DEVICE int32_t run(Collective& all) {
     FI_ROLL
-    for (int32_t base = 0; base < num_nodes; base += kThreads) {
-      const int32_t j = base + thread_;
-      uint32_t before[2] = {0, 0}, total[2];
-      if (j < num_nodes) {
-        const int32_t tokens = l_.tokens[j], pairs = odd ? n_.reports_begin[j] : tokens;
-        before[0] = uint32_t(node_tile_count(a_.config, tokens) + pairs);
-        before[1] = uint32_t(tokens);
-        section<PrefixNode>(a_.layout.nodes)[j] = {l_.leader[j], n_.tokens_begin[j], tokens, l_.end[j]};
-      }
-      all.exclusive_scan(before, total);
-      if (j < num_nodes) n_.reports_begin[j] = use.reports + int32_t(before[0]);
-      use.reports += int32_t(total[0]);
-      use.tokens += int32_t(total[1]);
-    }
-    block_.sync();
-    if (odd) {
-      FI_ROLL
-      for (int32_t j = warp_; j < num_nodes; j += kWarps)
-        for_members(j, [&](int32_t r, int32_t q_len, int32_t before, TileRange range, int32_t pair) {
-          put_member(j, r, q_len, before, range, pair);
-        });
-    } else {
-      put_single_rows(num_nodes, groups, counts);
-    }
-    block_.sync();
-    int32_t* const reports = section<int32_t>(a_.layout.reports);
-    FI_ROLL
-    for (int32_t t = first_tile_ + thread_; t < num_tiles_; t += kThreads) {
-      const int32_t at = tiles_.at(kUnit, t),
-                    next = t + 1 < num_tiles_ ? tiles_.at(kUnit, t + 1) : use.reports;
-      reports[at] = next - at - 1;
-    }
-    return use;
+    for (int32_t j = thread_; j < count_.nodes; j += kThreads)
+      section<PrefixNode>(a_.layout.nodes)[j] = {l_.leader[j], l_.tokens_begin[j], l_.tokens[j], l_.end[j]};
+    if (!count_.single_rows) return put_any_rows(all);
+    put_single_rows();
+    return count_.tiles + count_.tokens;
   }
 
  private:
@@ -103,9 +69,10 @@ class NodeEmitter {
   // Sums over the lanes before, and over all.
   FI_DEVICE uint32_t sum_before(uint32_t v, uint32_t& total) {
     if (block_.ballot(v > 1)) {
-      const uint32_t sum = sum_of_lanes(block_, v);
-      total = block_.shuffle(sum, kWarp - 1);
-      return sum - v;
+      uint32_t sum[1] = {v};
+      add_lanes_before(block_, sum);
+      total = block_.shuffle(sum[0], kWarp - 1);
+      return sum[0] - v;
     }
     const uint32_t ones = block_.ballot(v);
     total = uint32_t(count_bits(ones));
@@ -137,45 +104,63 @@ class NodeEmitter {
     return int32_t(pairs);
   }
 
-  // Whether all members have one query token, whose rows lie in one tile of the node.
-  FI_DEVICE bool has_single_rows(int32_t j) const {
-    const int32_t tokens = l_.tokens[j];
-    return tokens == l_.members[j] && tile_height(node_kind(a_.config, tokens)) % a_.config.group == 0;
+  template <class Collective>
+  FI_DEVICE int32_t put_any_rows(Collective& all) {
+    FI_ROLL
+    for (int32_t j = warp_; j < count_.nodes; j += kWarps) {
+      const int32_t pairs = for_members(j, [](int32_t, int32_t, int32_t, TileRange, int32_t) {});
+      if (lane_ == 0) n_.reports_begin[j] = pairs;
+    }
+    block_.sync();
+    int32_t words = 0;
+    FI_ROLL
+    for (int32_t base = 0; base < count_.nodes; base += kThreads) {
+      const int32_t j = base + thread_;
+      uint32_t before[1] = {0}, total[1];
+      if (j < count_.nodes)
+        before[0] = uint32_t(node_tile_count(a_.config, l_.tokens[j]) + n_.reports_begin[j]);
+      all.exclusive_scan(before, total);
+      if (j < count_.nodes) n_.reports_begin[j] = words + int32_t(before[0]);
+      words += int32_t(total[0]);
+    }
+    block_.sync();
+    FI_ROLL
+    for (int32_t j = warp_; j < count_.nodes; j += kWarps)
+      for_members(j, [&](int32_t r, int32_t q_len, int32_t before, TileRange range, int32_t pair) {
+        put_member(j, r, q_len, before, range, pair);
+      });
+    block_.sync();
+    int32_t* const reports = section<int32_t>(a_.layout.reports);
+    FI_ROLL
+    for (int32_t t = first_tile_ + thread_; t < num_tiles_; t += kThreads) {
+      const int32_t at = tiles_.at(kUnit, t), next = t + 1 < num_tiles_ ? tiles_.at(kUnit, t + 1) : words;
+      reports[at] = next - at - 1;
+    }
+    return words;
   }
 
   // All nodes of a level at once, 32 requests a warp: a member's place is how many members come before it.
-  FI_DEVICE void put_single_rows(int32_t num_nodes, int32_t groups, int16_t* counts) {
-    FI_ROLL
-    for (int32_t i = thread_; i < groups * num_nodes; i += kThreads) counts[i] = 0;
-    block_.sync();
+  FI_DEVICE void put_single_rows() {
+    const int32_t groups = (requests_ + kWarp - 1) / kWarp;
     FI_ROLL
     for (int32_t task = warp_; task < groups * kForestDepth; task += kWarps) {
-      const int32_t node = node_of(task, groups);
-      const uint32_t peers = find_peers(node, num_nodes);
-      if (node >= 0 && (peers & lanes_before()) == 0)
-        counts[task % groups * num_nodes + node] = int16_t(count_bits(peers));
-    }
-    block_.sync();
-    FI_ROLL
-    for (int32_t j = thread_; j < num_nodes; j += kThreads) {
-      int32_t before = 0;
-      for (int32_t g = 0; g < groups; ++g) {
-        const int32_t own = counts[g * num_nodes + j];
-        counts[g * num_nodes + j] = int16_t(before);
-        before += own;
-      }
-    }
-    block_.sync();
-    FI_ROLL
-    for (int32_t task = warp_; task < groups * kForestDepth; task += kWarps) {
-      const int32_t node = node_of(task, groups);
-      const uint32_t peers = find_peers(node, num_nodes);
+      const int32_t node = node_of(task, groups), group = task % groups;
+      const uint32_t peers = find_peers(node);
       if (node < 0) continue;
-      const int32_t before = counts[task % groups * num_nodes + node] + count_bits(peers & lanes_before());
-      const TileRange range =
-          member_tiles(node_kind(a_.config, l_.tokens[node]), before * a_.config.group, 1);
-      put_member(node, task % groups * kWarp + lane_, 1, before, range, before);
+      int32_t before = count_bits(peers & lanes_before());
+      for (int32_t g = 0; g < group; ++g) before += l_.counts[g * count_.nodes + node];
+      put_single_row(node, group * kWarp + lane_, before);
     }
+  }
+
+  FI_DEVICE void put_single_row(int32_t j, int32_t r, int32_t before) {
+    const int32_t tokens = l_.tokens[j], row = before * a_.config.group;
+    const int32_t number = l_.tile[j] + (row >> tile_log2(node_kind(a_.config, tokens)));
+    const int32_t token = l_.tokens_begin[j] + before, own = tile_begin_[r];
+    section<int32_t>(a_.layout.node_tokens)[token] = a_.qo_indptr[r];
+    // Behind the lists of all members before, and the lengths of these lists and of its own.
+    section<int32_t>(a_.layout.reports)[number + token + 1] = tiles_.at(kUnit, own);
+    put_parts(j, own, row);
   }
 
   FI_DEVICE uint32_t lanes_before() const { return (1u << lane_) - 1; }
@@ -187,11 +172,11 @@ class NodeEmitter {
   }
 
   // Lanes with the same node; by whole warps.
-  FI_DEVICE uint32_t find_peers(int32_t node, int32_t num_nodes) {
+  FI_DEVICE uint32_t find_peers(int32_t node) {
     uint32_t peers = block_.ballot(node >= 0);
     if (!peers) return 0;
     FI_ROLL
-    for (int bit = 0; num_nodes - 1 >> bit; ++bit) {
+    for (int bit = 0; count_.nodes - 1 >> bit; ++bit) {
       const bool set = node >> bit & 1;
       const uint32_t with = block_.ballot(set);
       peers &= set ? with : ~with;
@@ -199,21 +184,27 @@ class NodeEmitter {
     return peers;
   }
 
+  // Where the states of the node's items lie, for the member whose first row in the node is `row`.
+  FI_DEVICE void put_parts(int32_t j, int32_t own, int32_t row) {
+    const int32_t tile = first_tile_ + l_.tile[j], chunks = tiles_.at(kChunks, tile);
+    const int32_t first_row = tiles_.at(kFirstRow, tile) + row, rows = l_.tokens[j] * a_.config.group;
+    int32_t* const parts =
+        section<int32_t>(a_.layout.parts) + tiles_.at(kFirstPart, own) + n_.path_chunks[j] - chunks;
+    FI_ROLL
+    for (int32_t c = 0; c < chunks; ++c) parts[c] = first_row + c * rows;
+  }
+
   FI_DEVICE void put_member(int32_t j, int32_t r, int32_t q_len, int32_t before, TileRange range,
                             int32_t pair) {
-    const int32_t tile = n_.tile[j], tokens = l_.tokens[j], group = a_.config.group, rows = tokens * group;
-    const int32_t height = tile_height(node_kind(a_.config, tokens)), chunks = tiles_.at(kChunks, tile);
+    const int32_t tile = first_tile_ + l_.tile[j], group = a_.config.group;
+    const int32_t height = tile_height(node_kind(a_.config, l_.tokens[j]));
     const int32_t own = tile_begin_[r], unit = tiles_.at(kUnit, own), first_token = a_.qo_indptr[r];
-    int32_t* const node_tokens = section<int32_t>(a_.layout.node_tokens) + n_.tokens_begin[j] + before;
+    int32_t* const node_tokens = section<int32_t>(a_.layout.node_tokens) + l_.tokens_begin[j] + before;
     FI_ROLL
     for (int32_t i = 0; i < q_len; ++i) node_tokens[i] = first_token + i;
     block_.add(reinterpret_cast<uint32_t*>(&section<MergeUnit>(a_.layout.units)[unit].num_items),
-               uint32_t(chunks * (range.last - range.first + 1)));
-    int32_t* const parts =
-        section<int32_t>(a_.layout.parts) + tiles_.at(kFirstPart, own) + n_.path_chunks[j] - chunks;
-    const int32_t first_row = tiles_.at(kFirstRow, tile) + before * group;
-    FI_ROLL
-    for (int32_t c = 0; c < chunks; ++c) parts[c] = first_row + c * rows;
+               uint32_t(tiles_.at(kChunks, tile) * (range.last - range.first + 1)));
+    put_parts(j, own, before * group);
     // The lists of the tiles before and of this one each begin with their length.
     int32_t at = n_.reports_begin[j] + pair + range.first + 1;
     FI_ROLL
@@ -225,8 +216,9 @@ class NodeEmitter {
 
   Block& block_;
   const DevicePlanArgs& a_;
-  const Levels& l_;
+  Levels& l_;
   NodeTables& n_;
+  const LevelCounts& count_;
   const int32_t* const tile_begin_;
   const Tiles tiles_;
   const int32_t first_tile_, num_tiles_;

@@ -19,8 +19,8 @@ class DevicePlanner {
   using Sort = BucketSort<Block, kSortBits>;
 
   // levels, nodes: null unless kShares; `nodes` is filled here.
-  FI_DEVICE DevicePlanner(Block& block, const DevicePlanArgs& args, Memory& memory,
-                          const Levels* levels = nullptr, NodeTables* nodes = nullptr)
+  FI_DEVICE DevicePlanner(Block& block, const DevicePlanArgs& args, Memory& memory, Levels* levels = nullptr,
+                          NodeTables* nodes = nullptr)
       : block_(block),
         a_(args),
         c_(args.config),
@@ -29,31 +29,43 @@ class DevicePlanner {
         nodes_(nodes),
         all_(block, memory.slots),
         sort_(block, memory.sort),
+        budgets_(block, args.config, args.cost_shift, memory.budget),
         thread_(block.thread()),
         warp_(thread_ / kWarp),
         lane_(thread_ % kWarp) {}
 
-  // num_levels: nodes in `levels`. Returns how many the plan has: all or none.
-  FI_DEVICE int32_t run(int32_t num_levels = 0) {
+  FI_DEVICE void run() {
+    begin();
+    finish();
+  }
+
+  // What needs no levels: counts the tiles of the requests and makes them where shared memory holds them.
+  FI_DEVICE void begin() {
     clear();
-    int32_t* tile_begin = a_.num_requests <= kSharedRequests ? m_.tile_begin : a_.workspace;
-    const uint32_t found = read_requests(tile_begin);
-    if (found & ~kSeveralTiles) {
+    found_ = read_requests();
+    made_ = num_tiles_ <= kTiles && !(found_ & ~kSeveralTiles);
+    if (made_) flat_total_ = make_tiles(static_cast<const int32_t*>(m_.tile_begin), shared_tiles());
+  }
+
+  // levels: how many there are. Returns how many nodes the plan has: all or none.
+  FI_DEVICE int32_t finish(const LevelCounts& levels = {}) {
+    if (found_ & ~kSeveralTiles) {
       if (thread_ == 0) {
-        counters()[kFaults] = int32_t(found & ~kSeveralTiles);
-        write_header(0, {}, 0, {});
+        counters()[kFaults] = int32_t(found_ & ~kSeveralTiles);
+        write_header(0, {}, 0, 0);
       }
       return 0;
     }
-    if constexpr (kShares) num_nodes_ = num_levels;
-    if (kShares && num_nodes_ > 0) place_nodes();
+    if constexpr (kShares) count_ = levels;
     // Two copies of the same code, so that the one for most steps addresses shared memory as such.
-    if (a_.num_requests <= kSharedRequests && num_tiles_ + node_tiles_ <= kTiles)
-      plan(static_cast<const int32_t*>(m_.tile_begin), SharedTiles<kTiles>{m_.tiles}, found & kSeveralTiles);
-    else
-      plan(static_cast<const int32_t*>(tile_begin),
-           GlobalTiles{a_.workspace + c_.limits.max_requests + 1, a_.tile_capacity}, found & kSeveralTiles);
-    return num_nodes_;
+    if (made_ && num_tiles_ + count_.tiles <= kTiles) {
+      plan(static_cast<const int32_t*>(m_.tile_begin), shared_tiles());
+    } else {
+      const GlobalTiles tiles{a_.workspace + c_.limits.max_requests + 1, a_.tile_capacity};
+      flat_total_ = make_tiles(tile_begin(), tiles);
+      plan(tile_begin(), tiles);
+    }
+    return count_.nodes;
   }
 
  private:
@@ -65,6 +77,8 @@ class DevicePlanner {
   FI_DEVICE T* section(int64_t offset) const {
     return reinterpret_cast<T*>(a_.plan + offset);
   }
+  FI_DEVICE SharedTiles<kTiles> shared_tiles() const { return {m_.tiles}; }
+  FI_DEVICE int32_t* tile_begin() const { return a_.num_requests <= kTiles ? m_.tile_begin : a_.workspace; }
 
   FI_DEVICE void clear() {
     FI_ROLL
@@ -73,13 +87,20 @@ class DevicePlanner {
   }
 
   // Counts the tiles, copies the lengths, finds the longest; returns PlannerFault and kSeveralTiles.
-  FI_DEVICE uint32_t read_requests(int32_t* tile_begin) {
+  FI_DEVICE uint32_t read_requests() {
+    int32_t* const begins = tile_begin();
     auto* bounds = section<int32_t>(a_.layout.kv_len_bounds);
     const int32_t requests = a_.num_requests;
     uint32_t found = 0, carry = 0;
     int32_t longest = 0;
+    if (thread_ == 0) {
+      const int64_t first = a_.qo_indptr[0], last = a_.qo_indptr[requests];
+      if (first < 0) found |= kFaultStarts;
+      if (last - first > c_.limits.max_tokens) found |= kFaultTokens;
+    }
+    int32_t base = 0;
     FI_ROLL
-    for (int32_t base = 0; base < requests; base += kThreads) {
+    do {
       const int32_t r = base + thread_;
       uint32_t count[1] = {0}, total[1];
       if (r < requests) {
@@ -98,116 +119,105 @@ class DevicePlanner {
         }
         found |= bad;
       }
+      // What has been found up to the last round stands behind its barrier.
+      all_.post(1, block_.warp_max(uint32_t(longest)));
+      all_.post(2, block_.warp_or(found));
       all_.exclusive_scan(count, total);
-      if (r < requests) tile_begin[r] = int32_t(saturating_add(carry, count[0]));
+      if (r < requests) begins[r] = int32_t(saturating_add(carry, count[0]));
       carry = saturating_add(carry, total[0]);
-    }
-    if (thread_ == 0) {
-      tile_begin[requests] = int32_t(carry);
-      const int64_t first = a_.qo_indptr[0], last = a_.qo_indptr[requests];
-      if (first < 0) found |= kFaultStarts;
-      if (last - first > c_.limits.max_tokens) found |= kFaultTokens;
-    }
+      base += kThreads;
+    } while (base < requests);
+    if (thread_ == 0) begins[requests] = int32_t(carry);
     num_tiles_ = int32_t(carry);
-    all_.post(0, block_.warp_max(uint32_t(longest)));
-    all_.post(1, block_.warp_or(found));
-    all_.meet();
-    longest_ = int32_t(block_.warp_max(uint32_t(all_.posted(0))));
-    return block_.warp_or(uint32_t(all_.posted(1)));
+    longest_ = int32_t(block_.warp_max(uint32_t(all_.posted(1))));
+    found = block_.warp_or(uint32_t(all_.posted(2)));
+    block_.sync();
+    return found;
   }
 
   template <class Tiles>
-  FI_DEVICE void plan(const int32_t* tile_begin, Tiles tiles, bool several_tiles) {
-    const int64_t total = make_tiles(tile_begin, tiles, several_tiles);
+  FI_DEVICE void plan(const int32_t* tile_begin, Tiles tiles) {
     const bool many_tickets = has_many_tickets(c_, num_tiles_);
-    choose_budget(tiles, total, m_.flat, many_tickets);
     const int32_t flat_tiles = num_tiles_;
+    Budget budget{};
+    // With many tickets a step that has levels is composed without a question.
+    if (!many_tickets || count_.nodes == 0)
+      budget = budgets_.choose(tiles, num_tiles_, flat_total_, many_tickets);
     if constexpr (kShares)
-      if (num_nodes_ > 0) compose(tile_begin, tiles, many_tickets);
-    BudgetChoice& budget = kShares && num_nodes_ > 0 ? m_.composed : m_.flat;
+      if (count_.nodes > 0) compose(tile_begin, tiles, many_tickets, budget);
     Counts use;
-    const uint32_t greatest = split_tiles(tiles, budget, use);
-    NodeUse nodes{};
+    const uint32_t greatest = split_tiles(tiles, budget, use, flat_tiles);
+    int32_t reports = 0;
     if constexpr (kShares)
-      if (num_nodes_ > 0) nodes = emit_nodes(tile_begin, tiles, flat_tiles);
+      if (count_.nodes > 0) reports = emit_nodes(tile_begin, tiles, flat_tiles);
     if (thread_ == kThreads - 1)
-      write_header(budget.chunk[budget.choice][0], use, a_.qo_indptr[a_.num_requests] - a_.qo_indptr[0],
-                   nodes);
+      write_header(budgets_.chunk(0), use, a_.qo_indptr[a_.num_requests] - a_.qo_indptr[0], reports);
     emit_items(tiles, int32_t(use[0]), sort_shift(greatest));
   }
 
   template <class Tiles>
-  FI_DEVICE NodeUse emit_nodes(const int32_t* tile_begin, Tiles tiles, int32_t flat_tiles) {
-    NodeEmitter<Block, Tiles> emitter(block_, a_, *levels_, *nodes_, tile_begin, tiles, flat_tiles,
-                                      num_tiles_);
-    const NodeUse use = emitter.run(all_, num_nodes_, sort_.lend_ranks());
-    sort_.clear_rank();
-    return use;
+  FI_DEVICE NodeEmitter<Block, Tiles> node_emitter(const int32_t* tile_begin, Tiles tiles,
+                                                   int32_t flat_tiles) {
+    return {block_, a_, *levels_, *nodes_, count_, tile_begin, tiles, flat_tiles, num_tiles_};
   }
 
-  // Counts the nodes' tiles and query tokens.
-  FI_DEVICE void place_nodes() {
-    uint32_t carry[2] = {0, 0};
-    FI_ROLL
-    for (int32_t base = 0; base < num_nodes_; base += kThreads) {
-      const int32_t j = base + thread_;
-      const int32_t tokens = j < num_nodes_ ? levels_->tokens[j] : 0;
-      uint32_t before[2] = {0, uint32_t(tokens)}, total[2];
-      if (j < num_nodes_) before[0] = uint32_t(node_tile_count(c_, tokens));
-      all_.exclusive_scan(before, total);
-      if (j < num_nodes_) {
-        nodes_->tile[j] = num_tiles_ + int32_t(carry[0] + before[0]);
-        nodes_->tokens_begin[j] = int32_t(carry[1] + before[1]);
-      }
-      carry[0] += total[0];
-      carry[1] += total[1];
-    }
-    node_tiles_ = int32_t(carry[0]);
-    block_.sync();
+  template <class Tiles>
+  FI_DEVICE int32_t emit_nodes(const int32_t* tile_begin, Tiles tiles, int32_t flat_tiles) {
+    return node_emitter(tile_begin, tiles, flat_tiles).run(all_);
   }
 
   // Puts the nodes' tiles behind those of the requests, unless the step is quicker without; then there are
   // no nodes any more.
   template <class Tiles>
-  FI_DEVICE void compose(const int32_t* tile_begin, Tiles tiles, bool many_tickets) {
+  FI_DEVICE void compose(const int32_t* tile_begin, Tiles tiles, bool many_tickets, Budget& budget) {
     const int32_t flat_tiles = num_tiles_;
-    set_own_tiles(tile_begin, tiles, true);
-    num_tiles_ += node_tiles_;
+    const int64_t saved = set_own_tiles(tile_begin, tiles, true);
+    num_tiles_ += count_.tiles;
+    int64_t added = 0;
     FI_ROLL
-    for (int32_t t = flat_tiles + thread_; t < num_tiles_; t += kThreads) {
-      const int32_t j = find_last(nodes_->tile, num_nodes_, t), tokens = levels_->tokens[j];
-      set_tile(tiles, t,
-               node_tile(j, levels_->begin[j], levels_->end[j], node_kind(c_, tokens), tokens * c_.group,
-                         t - nodes_->tile[j]));
+    for (int32_t i = thread_; i < count_.tiles; i += kThreads) {
+      const int32_t j = find_last(levels_->tile, count_.nodes, i), tokens = levels_->tokens[j];
+      const Tile tile = node_tile(j, levels_->begin(j), levels_->end[j], node_kind(c_, tokens),
+                                  tokens * c_.group, i - levels_->tile[j]);
+      set_tile(tiles, flat_tiles + i, tile);
+      added += scale_cost(tile_cost(c_, tile.kind, tile.kv_end - tile.kv_begin), a_.cost_shift);
     }
-    block_.sync();
-    int64_t total = 0;
-    FI_ROLL
-    for (int32_t t = thread_; t < num_tiles_; t += kThreads)
-      total +=
-          scale_cost(tile_cost(c_, shape_kind(tiles.at(kShape, t)), tile_length(tiles, t)), a_.cost_shift);
-    all_.post(0, warp_sum64(block_, total));
+    if (count_.single_rows) node_emitter(tile_begin, tiles, flat_tiles).count_members();
+    all_.post(0, warp_sum64(block_, added));
+    all_.post(1, warp_sum64(block_, saved));
     all_.meet();
-    choose_budget(tiles, warp_sum64(block_, all_.posted(0)), m_.composed, many_tickets);
-    if (many_tickets || is_quicker(c_, m_.composed.time, m_.flat.time, a_.cost_shift)) return;
+    const int64_t total =
+        flat_total_ + warp_sum64(block_, all_.posted(0)) - warp_sum64(block_, all_.posted(1));
+    const Budget composed = budgets_.choose(tiles, num_tiles_, total, many_tickets);
+    if (many_tickets || is_quicker(c_, composed.time, budget.time, a_.cost_shift)) {
+      budget = composed;
+      return;
+    }
     set_own_tiles(tile_begin, tiles, false);
+    budgets_.set_chunks(budget.item);
     num_tiles_ = flat_tiles;
-    num_nodes_ = 0;
+    count_ = {};
     block_.sync();
   }
 
-  // The one tile of each composed request begins behind its nodes, or with its first key.
+  // The one tile of each composed request begins behind its nodes, or with its first key. Returns what the
+  // thread's tiles cost less for it.
   template <class Tiles>
-  FI_DEVICE void set_own_tiles(const int32_t* tile_begin, Tiles tiles, bool composed) {
+  FI_DEVICE int64_t set_own_tiles(const int32_t* tile_begin, Tiles tiles, bool composed) {
     const int32_t requests = a_.num_requests < kForestRequests ? a_.num_requests : kForestRequests;
+    int64_t saved = 0;
     FI_ROLL
     for (int32_t r = thread_; r < requests; r += kThreads) {
       const int32_t leaf = levels_->leaf[r];
       if (leaf < 0) continue;
-      const int32_t t = tile_begin[r];
-      tiles.at(kKvBegin, t) = composed ? levels_->end[leaf] : 0;
+      const int32_t t = tile_begin[r], kind = shape_kind(tiles.at(kShape, t)), end = levels_->end[leaf];
+      const int32_t length = tiles.at(kKvEnd, t);
+      saved += scale_cost(tile_cost(c_, kind, length), a_.cost_shift) -
+               scale_cost(tile_cost(c_, kind, length - end), a_.cost_shift);
+      tiles.at(kKvBegin, t) = composed ? end : 0;
       tiles.at(kShape, t) ^= kOwn << 4;
     }
+    return saved;
   }
 
   template <class Tiles>
@@ -220,7 +230,7 @@ class DevicePlanner {
   }
 
   template <class Tiles>
-  FI_DEVICE int64_t make_tiles(const int32_t* tile_begin, Tiles tiles, bool several_tiles) {
+  FI_DEVICE int64_t make_tiles(const int32_t* tile_begin, Tiles tiles) {
     int64_t total = 0;
     const auto make = [&](int32_t request, int32_t tile, int32_t number) {
       const int32_t q_len = a_.qo_indptr[request + 1] - a_.qo_indptr[request];
@@ -232,7 +242,7 @@ class DevicePlanner {
     FI_ROLL
     for (int32_t r = thread_; r < a_.num_requests; r += kThreads)
       if (tile_begin[r + 1] - tile_begin[r] == 1) make(r, tile_begin[r], 0);
-    if (several_tiles) {
+    if (found_ & kSeveralTiles) {
       FI_ROLL
       for (int32_t t = thread_; t < num_tiles_; t += kThreads) {
         const int32_t r = find_last(tile_begin, a_.num_requests, t);
@@ -244,83 +254,73 @@ class DevicePlanner {
     return warp_sum64(block_, all_.posted(0));
   }
 
+  // Cuts the tiles, writes the merge units; returns the greatest cost of an item. Ends with a barrier.
   template <class Tiles>
-  FI_DEVICE void choose_budget(Tiles tiles, int64_t total, BudgetChoice& budget, bool many_tickets) {
-    BudgetChooser<Block, kShares>(block_, c_, a_.cost_shift, m_.loads)
-        .choose(tiles, num_tiles_, total, budget, many_tickets);
-  }
-
-  // Cuts the tiles, writes the merge units; returns the greatest cost of an item.
-  template <class Tiles>
-  FI_DEVICE uint32_t split_tiles(Tiles tiles, BudgetChoice& budget, Counts& use) {
+  FI_DEVICE uint32_t split_tiles(Tiles tiles, Budget& budget, Counts& use, int32_t flat_tiles) {
     const PlanCapacity& cap = a_.capacity;
     FI_ROLL
     for (;;) {
       uint32_t greatest = 0;
       for (uint32_t& n : use) n = 0;
-      if (kShares && num_nodes_ > 0) cut_paths(budget);
+      int32_t base = 0;
       FI_ROLL
-      for (int32_t base = 0; base < num_tiles_; base += kThreads) {
+      do {
         Counts before = {0, 0, 0, 0}, total;
         const int32_t t = base + thread_;
         Split s{};
-        int32_t q_rows = 0;
+        int32_t q_rows = 0, shared = 0;  // items of the nodes above
         if (t < num_tiles_) {
           const int32_t shape = tiles.at(kShape, t);
           const int kind = shape_kind(shape);
           const TileLevel level = kShares ? shape_level(shape) : kFlat;
           q_rows = shape_rows(shape);
-          s = split_tile(c_, level, tile_length(tiles, t), budget.chunk[budget.choice][kind]);
+          s = split_tile(c_, level, tile_length(tiles, t), budgets_.chunk(kind));
           const bool partial = s.chunks > 1 || level != kFlat;
           const uint32_t cost = uint32_t(saturate32(item_cost(c_, level, kind, s.chunk_len, partial)));
           greatest = cost > greatest ? cost : greatest;
           const uint64_t rows = uint64_t(s.states) * uint32_t(q_rows);
+          if (kShares && level != kFlat) shared = cut_path(tiles, t, level);
           before[0] = uint32_t(s.chunks);
           before[1] = level != kNode && partial;
           before[2] = level == kNode ? 0 : s.states < kSaturated ? s.states : kSaturated;
-          if (level == kOwn) before[2] = saturating_add(before[2], path_chunks(tiles, t));
+          if (level == kOwn) before[2] = saturating_add(before[2], uint32_t(shared));
           before[3] = rows < kSaturated ? uint32_t(rows) : kSaturated;
         }
+        all_.post(4, block_.warp_max(greatest));
         all_.exclusive_scan(before, total);
         for (int k = 0; k < 4; ++k) before[k] = saturating_add(before[k], use[k]);
         for (int k = 0; k < 4; ++k) use[k] = saturating_add(use[k], total[k]);
-        if (t < num_tiles_) keep_split(tiles, t, s, before, q_rows);
-      }
-      all_.post(0, block_.warp_max(greatest));
-      all_.meet();
-      greatest = block_.warp_max(uint32_t(all_.posted(0)));
+        if (t < num_tiles_) keep_split(tiles, t, s, before, q_rows, shared, flat_tiles);
+        base += kThreads;
+      } while (base < num_tiles_);
+      greatest = block_.warp_max(uint32_t(all_.posted(4)));
+      block_.sync();
       if (int32_t(use[0]) <= cap.items && int32_t(use[1]) <= cap.units && int32_t(use[2]) <= cap.parts &&
           int32_t(use[3]) <= cap.partial_rows)
         return greatest;
-      double_budget(budget);
+      budget.item = budget.item < kMaxBudget / 2 ? 2 * budget.item : kMaxBudget;
+      budgets_.set_chunks(budget.item);
     }
   }
 
-  // By node: chunks from the root to it.
-  FI_DEVICE void cut_paths(const BudgetChoice& budget) {
+  // Items of the nodes from the root to the one of this tile, or to the one above it.
+  template <class Tiles>
+  FI_DEVICE int32_t cut_path(Tiles tiles, int32_t t, TileLevel level) {
+    const int32_t named = tiles.at(kRequest, t), last = level == kNode ? named : levels_->leaf[named];
+    if (level == kNode && tiles.at(kQBegin, t) > 0) return 0;
+    int32_t chunks = 0;
     FI_ROLL
-    for (int32_t j = thread_; j < num_nodes_; j += kThreads) {
-      int32_t chunks = 0;
-      FI_ROLL
-      for (int32_t up = j; up >= 0; up = levels_->parent[up]) {
-        const int kind = node_kind(c_, levels_->tokens[up]);
-        chunks +=
-            split_tile(c_, kNode, levels_->end[up] - levels_->begin[up], budget.chunk[budget.choice][kind])
-                .chunks;
-      }
-      nodes_->path_chunks[j] = chunks;
+    for (int32_t up = last; up >= 0; up = levels_->parent[up]) {
+      const int kind = node_kind(c_, levels_->tokens[up]);
+      chunks += split_tile(c_, kNode, levels_->end[up] - levels_->begin(up), budgets_.chunk(kind)).chunks;
     }
-    block_.sync();
-  }
-
-  // Of the nodes above a composed request's tile.
-  template <class Tiles>
-  FI_DEVICE uint32_t path_chunks(Tiles tiles, int32_t t) const {
-    return uint32_t(nodes_->path_chunks[levels_->leaf[tiles.at(kRequest, t)]]);
+    if (level == kNode) nodes_->path_chunks[last] = chunks;
+    return chunks;
   }
 
   template <class Tiles>
-  FI_DEVICE void keep_split(Tiles tiles, int32_t t, const Split& s, const Counts& before, int32_t q_rows) {
+  FI_DEVICE void keep_split(Tiles tiles, int32_t t, const Split& s, const Counts& before, int32_t q_rows,
+                            int32_t shared, int32_t flat_tiles) {
     tiles.at(kChunkLen, t) = s.chunk_len;
     tiles.at(kChunks, t) = s.chunks;
     tiles.at(kFirstItem, t) = int32_t(before[0]);
@@ -328,30 +328,26 @@ class DevicePlanner {
     tiles.at(kFirstPart, t) = int32_t(before[2]);
     tiles.at(kFirstRow, t) = int32_t(before[3]);
     const TileLevel level = kShares ? shape_level(tiles.at(kShape, t)) : kFlat;
-    if (s.states == 0 || level == kNode || int32_t(before[1]) >= a_.capacity.units) return;
+    if (level == kNode) {
+      if (count_.single_rows) tiles.at(kUnit, t) = begin_report(tiles, t, t - flat_tiles);
+      return;
+    }
+    if (s.states == 0 || int32_t(before[1]) >= a_.capacity.units) return;
     const int32_t request = tiles.at(kRequest, t);
-    const uint32_t states = level == kOwn ? s.states + path_chunks(tiles, t) : s.states;
-    section<MergeUnit>(a_.layout.units)[before[1]] = {request,
-                                                      tiles.at(kQBegin, t),
-                                                      q_rows,
-                                                      s.chunks,
-                                                      int32_t(before[2]),
-                                                      int32_t(before[2] + states),
-                                                      level == kOwn ? a_.qo_indptr[request] : -1,
-                                                      0};
+    section<MergeUnit>(a_.layout.units)[before[1]] = {
+        request, tiles.at(kQBegin, t), q_rows,
+        // A single row is in one tile of each node above.
+        s.chunks + (count_.single_rows ? shared : 0), int32_t(before[2]),
+        int32_t(before[2] + s.states + uint32_t(shared)), level == kOwn ? a_.qo_indptr[request] : -1, 0};
   }
 
-  FI_DEVICE void double_budget(BudgetChoice& budget) {
-    if (warp_ == 0) {
-      // A second doubling starts from the first one's.
-      const int64_t last = first_doubling_ ? candidate_budget(budget.ideal, budget.choice) : budget.ideal;
-      const int64_t doubled = last < kMaxBudget / 2 ? 2 * last : kMaxBudget;
-      if (lane_ < kNumTiles) budget.chunk[budget.choice][lane_] = chunk_tokens(c_, lane_, doubled);
-      block_.sync_warp();
-      if (lane_ == 0) budget.ideal = doubled;
-    }
-    first_doubling_ = false;
-    block_.sync();
+  // The report list of a node's tile whose members each have one row of query tokens: its length is known.
+  template <class Tiles>
+  FI_DEVICE int32_t begin_report(Tiles tiles, int32_t t, int32_t number) {
+    const int32_t node = tiles.at(kRequest, t), before = tiles.at(kQBegin, t) / c_.group;
+    const int32_t at = number + levels_->tokens_begin[node] + before;
+    section<int32_t>(a_.layout.reports)[at] = shape_rows(tiles.at(kShape, t)) / c_.group;
+    return at;
   }
 
   struct ItemKey {
@@ -385,7 +381,7 @@ class DevicePlanner {
     const Split split{tiles.at(kChunkLen, t), tiles.at(kChunks, t), 0};
     int32_t first_row = tiles.at(kFirstRow, t), chunk_rows = 0;
     if (level == kNode) {
-      first_row = tiles.at(kFirstRow, nodes_->tile[tile.request]) + tile.q_begin;
+      first_row = tiles.at(kFirstRow, num_tiles_ - count_.tiles + levels_->tile[tile.request]) + tile.q_begin;
       chunk_rows = levels_->tokens[tile.request] * c_.group;
     }
     return make_item(c_, tile, split, item - tiles.at(kFirstItem, t), tiles.at(kUnit, t), first_row,
@@ -395,25 +391,23 @@ class DevicePlanner {
   // A round of kThreads items after the other; warps without an item skip what whole warps do.
   template <class Tiles>
   FI_DEVICE void emit_items(Tiles tiles, int32_t num_items, int shift) {
-    ItemKey first;
+    ItemKey k;
     FI_ROLL
     for (int32_t base = 0; base + warp_ * kWarp < num_items; base += kThreads) {
-      const ItemKey k = item_key(tiles, base + thread_, num_items, shift);
-      sort_.count(k.key);
-      if (base == 0) first = k;
+      const ItemKey next = item_key(tiles, base + thread_, num_items, shift);
+      sort_.count(next.key, base == 0);
+      if (base == 0) k = next;
     }
     sort_.end_counting();
     FI_ROLL
-    for (int32_t base = 0; base < num_items; base += kThreads) {
-      const int32_t item = base + thread_, left = num_items - base;
-      ItemKey k = first;
-      if (base > 0) {
-        k = {};
-        if (base + warp_ * kWarp < num_items) k = item_key(tiles, item, num_items, shift);
-      }
-      const uint32_t at = sort_.place(k.key, left < kThreads ? (left + kWarp - 1) / kWarp : kWarps);
-      if (item < num_items) write_item(tiles, item, k.tile, at);
-      if (left > kThreads) sort_.next_round();
+    for (int32_t base = 0;; base += kThreads) {
+      const uint32_t at = sort_.place(k.key);
+      if (base + thread_ < num_items) write_item(tiles, base + thread_, k.tile, at);
+      const int32_t next = base + kThreads;
+      if (next >= num_items) return;
+      k = {};
+      if (next + warp_ * kWarp < num_items) k = item_key(tiles, next + thread_, num_items, shift);
+      sort_.next_round(k.key);
     }
   }
 
@@ -428,12 +422,13 @@ class DevicePlanner {
     const Split split{tiles.at(kChunkLen, t), tiles.at(kChunks, t), 0};
     const uint32_t before = states_before(c_, split, item - tiles.at(kFirstItem, t));
     int32_t* parts = section<int32_t>(a_.layout.parts) + tiles.at(kFirstPart, t) + before;
-    if (kShares && shape_level(tiles.at(kShape, t)) == kOwn) parts += path_chunks(tiles, t);
+    if (kShares && shape_level(tiles.at(kShape, t)) == kOwn)
+      parts += nodes_->path_chunks[levels_->leaf[w.request]];
     FI_ROLL
     for (int32_t i = 0; i < count; ++i) parts[i] = w.partial + i * w.q_rows;
   }
 
-  FI_DEVICE void write_header(int32_t chunk, const Counts& use, int32_t num_tokens, const NodeUse& nodes) {
+  FI_DEVICE void write_header(int32_t chunk, const Counts& use, int32_t num_tokens, int32_t reports) {
     PlanHeader h{};
     h.magic = kPlanMagic;
     h.version = kPlanVersion;
@@ -449,9 +444,9 @@ class DevicePlanner {
     h.group = c_.group;
     h.invariant_grid = c_.invariant_grid;
     h.max_kv_len = longest_;
-    h.num_nodes = num_nodes_;
-    h.num_node_tokens = nodes.tokens;
-    h.num_reports = nodes.reports;
+    h.num_nodes = count_.nodes;
+    h.num_node_tokens = count_.tokens;
+    h.num_reports = reports;
     *section<PlanHeader>(a_.layout.header) = h;
   }
 
@@ -459,13 +454,17 @@ class DevicePlanner {
   const DevicePlanArgs& a_;
   const PlannerConfig& c_;
   Memory& m_;
-  const Levels* const levels_;
+  Levels* const levels_;
   NodeTables* const nodes_;
-  Collectives<Block, 4> all_;
+  Collectives<Block, 5> all_;
   Sort sort_;
+  BudgetChooser<Block, kShares> budgets_;
   const int thread_, warp_, lane_;
-  int32_t num_tiles_ = 0, longest_ = 0, num_nodes_ = 0, node_tiles_ = 0;
-  bool first_doubling_ = true;
+  int32_t num_tiles_ = 0, longest_ = 0;
+  int64_t flat_total_ = 0;
+  uint32_t found_ = 0;
+  bool made_ = false;  // the requests' tiles lie in shared memory
+  LevelCounts count_{};
 };
 
 }  // namespace fi

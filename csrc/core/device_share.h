@@ -2,6 +2,9 @@
 // A step from tables and lengths that only the device knows: its prefix forest by a cluster of thread blocks,
 // then the levels and the plan by the first of them. The bytes are those of the host for the same forest.
 #pragma once
+#include <cstddef>
+#include <type_traits>
+
 #include "device_plan.h"
 
 namespace fi {
@@ -24,14 +27,18 @@ inline int64_t share_workspace_words(const PlannerConfig& config) {
   return kExchangeWords + workspace_words(config);
 }
 
-template <class Block>
+// kBeside: the planner begins while prefixes are searched, with memory of its own.
+template <class Block, bool kBeside>
 struct DeviceShareMemory {
-  CollectiveSlots<Block::kThreads / kWarp, 4> slots;
+  using Planning = typename DevicePlanner<Block, true>::Memory;
+  struct None {};
+  CollectiveSlots<Block::kThreads / kWarp, 5> slots;
   union {
-    ForestMemory pairs;     // until nodes are built
-    LevelsMemory choosing;  // until levels are chosen
-    typename DevicePlanner<Block, true>::Memory planning;
+    ForestMemory leaders;   // until nodes are placed
+    LevelsMemory choosing;  // until levels are chosen; its sums are cleared before nodes are placed
+    std::conditional_t<kBeside, None, Planning> planning_behind;
   };
+  std::conditional_t<kBeside, Planning, None> planning_beside;
   union {
     ForestNodesMemory sorting;  // until nodes are built
     Levels levels;
@@ -40,6 +47,15 @@ struct DeviceShareMemory {
     ForestNodes nodes;  // until levels are chosen
     NodeTables tables;
   };
+  // Of the leaders, what is read until nodes are placed lies behind the sums.
+  static_assert(offsetof(LevelsMemory, kept) <= offsetof(ForestMemory, table) + kPairSlots * sizeof(int32_t));
+
+  FI_DEVICE Planning& planning() {
+    if constexpr (kBeside)
+      return planning_beside;
+    else
+      return planning_behind;
+  }
 };
 
 // One warp: adds a plan whose nodes are all of `levels`.
@@ -49,7 +65,7 @@ FI_DEVICE void add_to_tally(Block& block, const PlannerConfig& c, const Levels& 
   int64_t tokens = 0;
   for (int32_t j = block.thread(); j < nodes; j += kWarp)
     tokens +=
-        int64_t(levels.end[j] - levels.begin[j]) * (levels.members[j] - node_tile_count(c, levels.tokens[j]));
+        int64_t(levels.end[j] - levels.begin(j)) * (levels.members[j] - node_tile_count(c, levels.tokens[j]));
   tokens = warp_sum64(block, tokens);
   if (block.thread() != 0) return;
   // Without waiting for what is there.
@@ -58,24 +74,36 @@ FI_DEVICE void add_to_tally(Block& block, const PlannerConfig& c, const Levels& 
   block.add(&tally.tokens, uint64_t(tokens));
 }
 
-template <class Block>
-FI_DEVICE void plan_shared(Block& block, const DeviceShareArgs& args, DeviceShareMemory<Block>& m) {
-  using Scan = Collectives<Block, 4>;
+// Of the nodes of a forest those that pay; by one block. pairs: what the finder has found.
+template <class Block, bool kBeside>
+FI_DEVICE LevelCounts choose_levels(Block& block, GroupScan<Block>& scan, const DeviceShareArgs& args,
+                                    int32_t requests, int32_t pairs, DeviceShareMemory<Block, kBeside>& m) {
   const DevicePlanArgs& plan = args.plan;
-  ForestFinder<Block> finder(block, args.forest, m.pairs);
-  const bool shared = finder.run(plan.config, plan.num_requests, plan.qo_indptr, plan.kv_lens);
+  LevelChooser<Block> chooser(block, m.nodes, pairs, requests, args.forest.page_size, m.choosing, m.levels);
+  const NodeCount nodes =
+      ForestNodeBuilder<Block, GroupScan<Block>>(block, scan, m.leaders, requests, m.sorting, m.nodes)
+          .run(
+              pairs, args.forest.max_depth, [&] { chooser.clear(); },
+              [&] { chooser.add_requests(plan.config, plan.qo_indptr); });
+  return chooser.choose(plan.config, nodes);
+}
+
+template <class Block, bool kBeside>
+FI_DEVICE void plan_shared(Block& block, const DeviceShareArgs& args, DeviceShareMemory<Block, kBeside>& m) {
+  const DevicePlanArgs& plan = args.plan;
+  GroupScan<Block> scan(block, m.slots);
+  DevicePlanner<Block, true> planner(block, plan, m.planning(), &m.levels, &m.tables);
+  ForestFinder<Block, kBeside> finder(block, scan, args.forest, m.leaders, m.sorting.pairs);
+  bool begun = false;
+  const int32_t pairs = finder.run(plan.config, plan.num_requests, plan.qo_indptr, plan.kv_lens, [&] {
+    if constexpr (kBeside) planner.begin();
+    begun = kBeside;
+  });
   if (block.cta() != 0) return;
-  Scan scan(block, m.slots);
-  const int32_t requests = finder.num_requests();
-  int32_t nodes = 0;
-  if (shared)
-    nodes = ForestNodeBuilder<Block, Scan>(block, scan, finder, m.pairs, m.sorting, m.nodes)
-                .run(args.forest.max_depth);
-  if (nodes > 0)
-    nodes = LevelChooser<Block, Scan>(block, scan, m.nodes, nodes, requests, args.forest.page_size,
-                                      m.choosing, m.levels)
-                .choose(plan.config, plan.qo_indptr);
-  nodes = DevicePlanner<Block, true>(block, plan, m.planning, &m.levels, &m.tables).run(nodes);
+  LevelCounts levels;
+  if (pairs > 0) levels = choose_levels(block, scan, args, finder.num_requests(), pairs, m);
+  if (!begun) planner.begin();
+  const int32_t nodes = planner.finish(levels);
   if (args.tally && nodes > 0 && block.thread() < kWarp)
     add_to_tally(block, plan.config, m.levels, nodes, *args.tally);
 }

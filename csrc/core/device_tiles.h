@@ -10,7 +10,6 @@ namespace fi {
 // Larger steps take their tables from the workspace instead of shared memory.
 inline constexpr int32_t kSharedTiles = 1024;
 inline constexpr int32_t kSharedTilesOfSharing = 448;  // beside the tables of nodes
-inline constexpr int32_t kSharedRequests = 1024;
 
 enum TileField {
   kRequest,
@@ -47,7 +46,7 @@ inline int64_t all_tile_capacity(const PlannerConfig& config) {
 inline int64_t workspace_words(const PlannerConfig& config) {
   const int64_t tiles = all_tile_capacity(config);
   const int32_t shared = config.sharing.max_nodes > 0 ? kSharedTilesOfSharing : kSharedTiles;
-  if (config.limits.max_requests <= kSharedRequests && tiles <= shared) return 0;
+  if (config.limits.max_requests <= shared && tiles <= shared) return 0;
   return config.limits.max_requests + 1 + kTileFields * tiles;
 }
 
@@ -59,26 +58,20 @@ FI_DEVICE int shape_kind(int32_t shape) { return shape & 15; }
 FI_DEVICE TileLevel shape_level(int32_t shape) { return TileLevel(shape >> 4 & 15); }
 FI_DEVICE int32_t shape_rows(int32_t shape) { return shape >> 8; }
 
-// Budgets that were compared, and which is taken.
-struct BudgetChoice {
-  int64_t ideal, time;
-  int32_t chunk[kNumCandidates][kNumTiles];  // KV tokens of an item, by candidate budget and tile
-  int32_t choice;
-};
-
 template <int kWarps>
 struct BudgetMemory {
   int64_t load[kWarps], largest[kWarps], large[kWarps];
+  int32_t chunk[kWarps][kNumTiles];  // KV tokens of an item by query tile, each warp's own copy
 };
 
+// kTiles: of requests and nodes, and so of requests.
 template <int kThreads, int kTiles>
 struct DevicePlanMemory {
   static constexpr int kWarps = kThreads / kWarp;
-  CollectiveSlots<kWarps, 4> slots;
-  BudgetMemory<kWarps> loads;
-  BudgetChoice flat, composed;
+  CollectiveSlots<kWarps, 5> slots;
+  BudgetMemory<kWarps> budget;
   BucketSortMemory<kWarps, kSortBuckets> sort;
-  int32_t tile_begin[kSharedRequests + 1];
+  int32_t tile_begin[kTiles + 1];
   int32_t tiles[kTileFields * kTiles];
 };
 

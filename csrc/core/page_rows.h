@@ -16,10 +16,13 @@ struct PageRows {
   int32_t step;
 };
 
-// Whether the row of a request lies in the table and has so many pages.
-FI_HOST_DEVICE bool holds_pages(const PageRows& t, int32_t request, int32_t pages) {
-  const int64_t begin = t.row_begin[request], end = t.row_end[request];
+// Whether the row [begin, end) lies in the table and has so many pages.
+FI_HOST_DEVICE bool holds_pages(const PageRows& t, int64_t begin, int64_t end, int32_t pages) {
   return begin >= 0 && begin <= end && end <= t.num_indices && int64_t(pages - 1) * t.step < end - begin;
+}
+
+FI_HOST_DEVICE bool holds_pages(const PageRows& t, int32_t request, int32_t pages) {
+  return holds_pages(t, t.row_begin[request], t.row_end[request], pages);
 }
 
 }  // namespace fi

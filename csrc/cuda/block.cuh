@@ -54,8 +54,8 @@ class CudaBlock {
   __device__ __forceinline__ void keep_least(int32_t* to, int32_t v) { atomicMin(to, v); }
   // From the L2 cache, in which the blocks of a cluster meet.
   __device__ __forceinline__ Comparison load_exchanged(const Comparison* from) {
-    const int2 v = __ldcg(reinterpret_cast<const int2*>(from));
-    return {v.x, v.y};
+    const int4 v = __ldcg(reinterpret_cast<const int4*>(from));
+    return {v.x, v.y, v.z, v.w};
   }
   __device__ __forceinline__ void store(WorkItem* to, const WorkItem& item) {
     const auto* words = reinterpret_cast<const int4*>(&item);

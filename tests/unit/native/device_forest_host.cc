@@ -15,13 +15,15 @@ namespace {
 
 using namespace bind;
 
-template <int kThreads>
+template <class Block>
 struct Memory {
-  CollectiveSlots<kThreads / kWarp, 4> slots;
-  ForestMemory pairs;
+  CollectiveSlots<Block::kThreads / kWarp, 5> slots;
+  union {
+    ForestMemory leaders;
+    LevelsMemory choosing;
+  };
   ForestNodesMemory sorting;
   ForestNodes nodes;
-  LevelsMemory choosing;
   Levels levels;
 };
 
@@ -35,31 +37,33 @@ void find(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorVie
   using Thread = typename Block::Thread;
   const PlannerConfig c = read_config(config);
   const int32_t requests = int32_t(kv_lens.size(0));
-  alignas(8) static int32_t exchange[kExchangeWords];
+  alignas(16) static int32_t exchange[kExchangeWords];
   std::memset(exchange, int(seed % 251), sizeof(exchange));
   const DeviceForestArgs args{page_rows(indices, row_begin, row_end, step, kHost), int32_t(page_size),
                               int32_t(max_depth),
                               limits.has_value() ? data<const int32_t>(limits.value()) : nullptr, exchange};
   static const auto block = std::make_unique<Block>();
-  static const auto memory = std::make_unique<Memory<kThreads>[]>(kCtas);
-  std::memset(static_cast<void*>(memory.get()), int(seed % 251), kCtas * sizeof(Memory<kThreads>));
+  static const auto memory = std::make_unique<Memory<Thread>[]>(kCtas);
+  std::memset(static_cast<void*>(memory.get()), int(seed % 251), kCtas * sizeof(Memory<Thread>));
   const auto* starts = data<const int32_t>(qo_indptr);
   const auto* lens = data<const int32_t>(kv_lens);
   int32_t count = 0, considered = 0;
   const auto body = [&](Thread& thread) {
-    Memory<kThreads>& m = memory[size_t(thread.cta())];
-    ForestFinder<Thread> finder(thread, args, m.pairs);
-    finder.run(c, requests, starts, lens);
+    Memory<Thread>& m = memory[size_t(thread.cta())];
+    GroupScan<Thread> scan(thread, m.slots);
+    ForestFinder<Thread, (kCtas > 1)> finder(thread, scan, args, m.leaders, m.sorting.pairs);
+    const int32_t pairs = finder.run(c, requests, starts, lens, [] {});
     if (thread.cta() != 0) return;
-    Collectives<Thread, 4> all(thread, m.slots);
-    ForestNodeBuilder<Thread, Collectives<Thread, 4>> builder(thread, all, finder, m.pairs, m.sorting,
-                                                              m.nodes);
-    const int32_t found = builder.run(args.max_depth);
-    LevelChooser<Thread, Collectives<Thread, 4>> levels(thread, all, m.nodes, found, finder.num_requests(),
-                                                        args.page_size, m.choosing, m.levels);
-    levels.keep_all();
-    count = found;
+    NodeCount found{};
+    if (pairs > 0)
+      found = ForestNodeBuilder<Thread, GroupScan<Thread>>(thread, scan, m.leaders, finder.num_requests(),
+                                                           m.sorting, m.nodes)
+                  .run(pairs, args.max_depth, [] {}, [] {});
+    count = found.nodes;
     considered = finder.num_requests();
+    if (count > 0)
+      LevelChooser<Thread>(thread, m.nodes, count, considered, args.page_size, m.choosing, m.levels)
+          .keep_all(c, found);
   };
   try {
     block->run(body, uint64_t(seed));
@@ -72,7 +76,7 @@ void find(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorVie
     const int32_t first = total;
     for (int32_t r = 0; r < considered; ++r)
       if (l.path[l.level[i]][r] == i) data<int32_t>(members)[total++] = r;
-    data<ForestNode>(nodes)[i] = {l.parent[i], l.begin[i], l.end[i], first, total};
+    data<ForestNode>(nodes)[i] = {l.parent[i], l.begin(i), l.end[i], first, total};
   }
   data<int64_t>(size)[0] = count;
   data<int64_t>(size)[1] = total;

@@ -46,7 +46,7 @@ void plan_shared(TensorView config, TensorView qo_indptr, TensorView kv_lens, Te
                  TensorView buffer, int64_t seed, TensorView counts) {
   using Block = FiberBlock<kThreads, kCtas>;
   using Thread = typename Block::Thread;
-  using Memory = DeviceShareMemory<Thread>;
+  using Memory = DeviceShareMemory<Thread, (kCtas > 1)>;
   const DeviceShareArgs args =
       bind::device_share_args(config, qo_indptr, kv_lens, indices, row_begin, row_end, step, page_size,
                               limits, tally, workspace, buffer, bind::kHost);

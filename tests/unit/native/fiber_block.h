@@ -38,6 +38,8 @@ class FiberBlock {
     ctas_.assign(kCtas, {});
     waiting_ = done_ = 0;
     counts_ = {};
+    ready_.clear();  // what a run that failed has left
+    error_.clear();
     for (int t = 0; t < kFibers; ++t) {
       ucontext_t& context = fibers_[size_t(t)].context;
       getcontext(&context);

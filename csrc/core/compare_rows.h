@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// How many leading pages two rows of a page table have in common, found by some lanes of a warp.
+#pragma once
+#include "collectives.h"
+#include "plan_rules.h"
+
+namespace fi {
+
+// Pages [begin, end) of both rows are to be compared; then `begin` is the first one that differs, or `end`,
+// and `next` is the page of the own row there, if it has one.
+struct CommonPages {
+  const int32_t* own;
+  const int32_t* other;
+  int32_t begin, end;
+  int32_t own_pages;
+  int32_t next = 0;
+};
+
+struct alignas(16) FourPages {
+  int32_t page[4];
+};
+
+// The least value of kLanes lanes.
+template <int kLanes, class Block>
+FI_DEVICE int32_t least_of_lanes(Block& block, int32_t v) {
+  FI_ROLL
+  for (int d = kLanes / 2; d > 0; d /= 2) {
+    const int32_t there = block.shuffle(v, (block.thread() % kWarp) ^ d);
+    v = there < v ? there : v;
+  }
+  return v;
+}
+
+// Steps over equal pages in fours, of rows that begin at a multiple of 16 bytes. What is left are fewer than
+// four pages, or four of which one differs.
+template <int kLanes, class Block>
+FI_DEVICE void compare_fours(Block& block, CommonPages& c, bool wide) {
+  constexpr int kUnroll = 8;  // loads of a lane under way, as many again of the other row
+  const int lane = block.thread() % kLanes;
+  int32_t at = c.begin / 4, end = wide ? c.end / 4 : at;
+  FI_ROLL
+  while (block.ballot(at < end)) {
+    FourPages a[kUnroll], b[kUnroll];
+    FI_UNROLL
+    for (int i = 0; i < kUnroll; ++i) {
+      const int32_t four = at + i * kLanes + lane;  // below 2^29 + 64
+      a[i] = b[i] = {};
+      if (four < end) {
+        a[i] = reinterpret_cast<const FourPages*>(c.own)[four];
+        b[i] = reinterpret_cast<const FourPages*>(c.other)[four];
+      }
+    }
+    int32_t differs = kMaxInt32;
+    FI_UNROLL
+    for (int i = kUnroll - 1; i >= 0; --i) {
+      const int32_t bits = (a[i].page[0] ^ b[i].page[0]) | (a[i].page[1] ^ b[i].page[1]) |
+                           (a[i].page[2] ^ b[i].page[2]) | (a[i].page[3] ^ b[i].page[3]);
+      if (bits) differs = i * kLanes + lane;
+    }
+    if (block.ballot(differs < kMaxInt32)) differs = least_of_lanes<kLanes>(block, differs);
+    if (differs < kMaxInt32) {
+      at = end = at + differs;
+      if (4 * at + 4 < c.end) c.end = 4 * at + 4;
+    } else {
+      at = end - at > kUnroll * kLanes ? at + kUnroll * kLanes : end;
+    }
+  }
+  if (c.begin < 4 * end) c.begin = 4 * end;
+}
+
+// One page a load.
+template <int kLanes, int kUnroll, class Block>
+FI_DEVICE void compare_pages(Block& block, int32_t step, CommonPages& c) {
+  const int lane = block.thread() % kLanes;
+  FI_ROLL
+  while (block.ballot(c.begin < c.end)) {
+    int32_t a[kUnroll], b[kUnroll];
+    FI_UNROLL
+    for (int i = 0; i < kUnroll; ++i) {
+      // Past the longest rows it would leave the positive numbers.
+      const uint32_t p = uint32_t(c.begin) + uint32_t(i * kLanes + lane);
+      const bool inside = p < uint32_t(c.end);
+      a[i] = inside ? c.own[int64_t(p) * step] : 0;
+      b[i] = inside ? c.other[int64_t(p) * step] : 0;
+    }
+    int32_t differs = kMaxInt32;
+    FI_UNROLL
+    for (int i = kUnroll - 1; i >= 0; --i)
+      if (a[i] != b[i]) differs = i * kLanes + lane;
+    if (block.ballot(differs < kMaxInt32)) differs = least_of_lanes<kLanes>(block, differs);
+    if (differs < kMaxInt32)
+      c.begin = c.end = c.begin + differs;
+    else
+      c.begin = c.end - c.begin > kUnroll * kLanes ? c.begin + kUnroll * kLanes : c.end;
+  }
+}
+
+// Called by whole warps, whose parts of kLanes lanes compare rows of their own; step: between two pages of a
+// row, in entries of the table.
+template <int kLanes, class Block>
+FI_DEVICE void compare_rows(Block& block, int32_t step, CommonPages& c) {
+  static_assert(kLanes >= 4);
+  const bool wide =
+      step == 1 && (reinterpret_cast<uintptr_t>(c.own) | reinterpret_cast<uintptr_t>(c.other)) % 16 == 0;
+  compare_fours<kLanes>(block, c, wide);
+  if (block.ballot(!wide && c.begin < c.end)) compare_pages<kLanes, 16>(block, step, c);
+  compare_pages<kLanes, 1>(block, step, c);
+  // Mostly in a cache: it lies beside the page that was compared last.
+  c.next = c.begin < c.own_pages ? c.own[int64_t(c.begin) * step] : 0;
+}
+
+}  // namespace fi

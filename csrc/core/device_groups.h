@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// Groups of requests that are equal so far and go on with the same page, and the distinct pairs of a leader
+// and the pages in common with it; by each block of a cluster for itself.
+#pragma once
+#include "collectives.h"
+#include "device_samples.h"
+
+namespace fi {
+
+struct Groups {
+  bool some;      // a request has a leader to be compared with
+  bool broken;    // leaders contradict each other
+  int32_t pairs;  // in any order in ForestPairs; without groups they are final
+};
+
+template <class Block>
+using GroupScan = Collectives<Block, 5>;
+
+template <class Block>
+class RequestGroups {
+ public:
+  static constexpr int kThreads = Block::kThreads;
+
+  FI_DEVICE RequestGroups(Block& block, GroupScan<Block>& scan, ForestMemory& memory, ForestPairs& pairs)
+      : block_(block), scan_(scan), m_(memory), p_(pairs), thread_(block.thread()), lane_(thread_ % kWarp) {}
+
+  // A phase before anything else; clears the tables.
+  FI_DEVICE void begin(int32_t requests) {
+    requests_ = requests;
+    mask_ = kWarp - 1;
+    FI_ROLL
+    while (mask_ + 1 < 2 * requests) mask_ = 2 * mask_ + 1;
+    FI_ROLL
+    for (int32_t i = thread_; i < kForestSlots; i += kThreads) m_.table[i] = -1;
+    FI_ROLL
+    for (int32_t r = thread_; r < requests; r += kThreads) p_.leads[r] = 0;
+    if (thread_ == 0) m_.broken = 0;
+  }
+
+  FI_DEVICE int32_t slots() const { return mask_ + 1; }
+  FI_DEVICE int32_t longest() const { return longest_; }  // pages of a request, after find()
+
+  // Between two calls of find().
+  FI_DEVICE void clear() {
+    FI_ROLL
+    for (int32_t i = thread_; i <= mask_; i += kThreads) m_.table[i] = m_.table[kPairSlots + i] = -1;
+    FI_ROLL
+    for (int32_t r = thread_; r < requests_; r += kThreads) p_.leads[r] = 0;
+  }
+
+  // Begins and, where something is shared, ends with a barrier.
+  FI_DEVICE Groups find() {
+    block_.sync();
+    FI_ROLL
+    for (int32_t base = 0; base < requests_; base += kThreads) {
+      const int32_t r = base + thread_;
+      const bool active = r < requests_ && m_.state[r] == kActive;
+      const bool follows = r < requests_ && m_.leader[r] >= 0;
+      uint32_t pair = 0;
+      if (active || follows)
+        pair = uint32_t(m_.common[r]) * 0x85ebca6bu ^ uint32_t(m_.leader[r]) * 0xc2b2ae35u;
+      const auto same_pair = [&](int32_t other) {
+        return m_.common[other] == m_.common[r] && m_.leader[other] == m_.leader[r];
+      };
+      if (block_.ballot(active))
+        find_slot(m_.table, m_.slot, r, active, pair ^ uint32_t(active ? m_.next[r] : 0) * 0x9e3779b1u,
+                  [&](int32_t other) { return m_.next[other] == m_.next[r] && same_pair(other); });
+      if (block_.ballot(follows)) find_slot(m_.table + kPairSlots, m_.pair_slot, r, follows, pair, same_pair);
+    }
+    block_.sync();
+    return look();
+  }
+
+  // Each request of a group is to be compared with the smallest one.
+  FI_DEVICE void take_leaders() {
+    FI_ROLL
+    for (int32_t r = thread_; r < requests_; r += kThreads) {
+      if (m_.state[r] != kActive) continue;
+      const int32_t leader = m_.table[m_.slot[r]];
+      m_.state[r] = leader == r ? kDone : kComparing;
+      if (leader != r) m_.leader[r] = leader;
+    }
+  }
+
+ private:
+  FI_DEVICE Groups look() {
+    bool some = false, broken = false;
+    int32_t pairs = 0, longest = 0, base = 0;
+    FI_ROLL
+    do {
+      const int32_t r = base + thread_;
+      uint32_t at[1] = {0}, total[1];
+      int32_t leader = -1;
+      if (r < requests_) {
+        leader = m_.leader[r];
+        longest = m_.pages[r] > longest ? m_.pages[r] : longest;
+        if (m_.state[r] == kActive && m_.table[m_.slot[r]] != r) some = true;
+        if (leader >= 0 && m_.common[leader] >= m_.common[r]) broken = true;
+        at[0] = leader >= 0 && m_.table[kPairSlots + m_.pair_slot[r]] == r;
+      }
+      const bool first = at[0];
+      if (first) p_.leads[leader] = 1;
+      if (m_.broken) broken = true;
+      scan_.post(1, block_.warp_or(uint32_t(some) | uint32_t(broken) << 1));
+      scan_.post(2, block_.warp_max(uint32_t(longest)));
+      scan_.exclusive_scan(at, total);
+      if (first) {
+        p_.first[pairs + int32_t(at[0])] = int16_t(r);
+        p_.key[pairs + int32_t(at[0])] = int64_t(leader) << 32 | m_.common[r];
+      }
+      pairs += int32_t(total[0]);
+      base += kThreads;
+    } while (base < requests_);
+    const uint32_t all = block_.warp_or(uint32_t(scan_.posted(1)));
+    longest_ = int32_t(block_.warp_max(uint32_t(scan_.posted(2))));
+    if (all || pairs > 0) block_.sync();
+    return {bool(all & 1), bool(all & 2), pairs};
+  }
+
+  // Finds the slot of the requests that are equal to `request`, where that is `active`, by whole warps. A
+  // slot holds the smallest of the requests with its key.
+  template <class Equal>
+  FI_DEVICE void find_slot(int32_t* table, int16_t* slots, int32_t request, bool active, uint32_t hash,
+                           Equal equal) {
+    const uint32_t valid = block_.ballot(active);
+    // Mostly the requests of a warp are equal: the smallest one stands for all, instead of all that meet at
+    // one word.
+    const int first = lowest_bit(valid);
+    const int32_t smallest = block_.shuffle(request, first);
+    if (block_.ballot(active && !equal(smallest))) {
+      if (active) slots[request] = int16_t(take_slot(table, request, hash, equal));
+    } else {
+      int32_t slot = 0;
+      if (lane_ == first) slot = take_slot(table, request, hash, equal);
+      slot = block_.shuffle(slot, first);
+      if (active) slots[request] = int16_t(slot);
+    }
+  }
+
+  template <class Equal>
+  FI_DEVICE int32_t take_slot(int32_t* table, int32_t request, uint32_t hash, Equal equal) {
+    int32_t slot = int32_t((hash ^ hash >> 15) & uint32_t(mask_));
+    FI_ROLL
+    for (int32_t tried = 0; tried < mask_; ++tried, slot = (slot + 1) & mask_) {
+      const int32_t there = block_.compare_and_swap(&table[slot], -1, request);
+      if (there < 0) break;
+      if (!equal(there)) continue;
+      if (request < there) block_.keep_least(&table[slot], request);
+      break;
+    }
+    return slot;
+  }
+
+  Block& block_;
+  GroupScan<Block>& scan_;
+  ForestMemory& m_;
+  ForestPairs& p_;
+  const int thread_, lane_;
+  int32_t requests_ = 0, mask_ = 0, longest_ = 0;
+};
+
+}  // namespace fi

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+// A guess of every request's leader from a few columns of the page table; by one block. Where caches of
+// prefixes fill the table, equal pages at one depth mean equal pages before it. Then the smallest request
+// with the same page in the deepest of the columns where there is one is the leader, unless rows part
+// between two columns.
+#pragma once
+#include "collectives.h"
+#include "page_rows.h"
+#include "plan_rules.h"
+
+namespace fi {
+
+inline constexpr int32_t kForestRequests = 1024;  // requests behind them share nothing
+inline constexpr int32_t kForestDepth = 8;        // most nodes above each other
+
+// The least requests of hash tables, -1 where there is none: one of groups from 0 on and one of pairs from
+// kPairSlots on, each of at most kPairSlots; columns take all behind the groups for a while.
+inline constexpr int32_t kPairSlots = 2 * kForestRequests;
+inline constexpr int32_t kForestSlots = 2 * kPairSlots;
+
+enum RequestState : uint8_t { kDone, kActive, kComparing };
+
+struct ForestMemory {
+  int32_t pages[kForestRequests];  // that may be shared
+  int32_t next[kForestRequests];   // the page behind those in common with the leader
+  int32_t table[kForestSlots];
+  int32_t leader[kForestRequests];  // -1: none
+  int32_t common[kForestRequests];  // pages in common with the leader
+  int16_t slot[kForestRequests];
+  int16_t pair_slot[kForestRequests];
+  uint8_t state[kForestRequests];  // RequestState
+  int32_t broken;
+};
+
+// The distinct pairs of a leader and the pages in common with it, in any order.
+struct ForestPairs {
+  union {
+    int64_t key[kForestRequests];
+    int32_t page[kPairSlots];  // of the columns
+  };
+  union {
+    int16_t first[kForestRequests];  // the smallest request with the pair
+    int16_t slot[kPairSlots];        // of the columns' pages
+  };
+  uint8_t leads[kForestRequests];  // by request: whether it is a leader
+};
+
+template <class Block>
+class LeaderSamples {
+ public:
+  static constexpr int kThreads = Block::kThreads, kMost = 8, kUnroll = 4;
+
+  // slots: of the table of groups, at least two a request; longest: pages of a row.
+  FI_DEVICE LeaderSamples(Block& block, ForestMemory& memory, ForestPairs& pairs, const PageRows& rows,
+                          int32_t slots, int32_t requests, int32_t longest)
+      : block_(block),
+        m_(memory),
+        p_(pairs),
+        rows_(rows),
+        slots_(slots),
+        width_(slots / 2),
+        requests_(requests),
+        thread_(block.thread()) {
+    columns_ = kForestSlots / slots - 1;
+    if (columns_ > kMost) columns_ = kMost;
+    unit_ = longest / (2 * columns_);
+    if (unit_ < 1) unit_ = 1;
+  }
+
+  // Gives requests that are to be compared the leaders that the columns promise. Ends with a barrier.
+  FI_DEVICE void run() {
+    const int32_t tasks = columns_ * width_;
+    FI_ROLL
+    for (int32_t base = 0; base < tasks; base += kUnroll * kThreads) {
+      FI_UNROLL
+      for (int i = 0; i < kUnroll; ++i) {
+        const int32_t task = base + i * kThreads + thread_;
+        if (is_in_row(task)) p_.page[task] = page(task);
+      }
+    }
+    FI_ROLL
+    for (int32_t base = 0; base < tasks; base += kThreads) insert(base + thread_);
+    block_.sync();
+    FI_ROLL
+    for (int32_t r = thread_; r < requests_; r += kThreads) {
+      if (m_.state[r] != kComparing) continue;
+      int32_t leader = m_.leader[r];
+      FI_UNROLL
+      for (int column = 0; column < kMost; ++column) {
+        const int32_t slot = column < columns_ ? p_.slot[column * width_ + r] : -1;
+        const int32_t least = slot < 0 ? r : m_.table[slot] & (kForestRequests - 1);
+        leader = least < r ? least : leader;
+      }
+      m_.leader[r] = leader;
+    }
+    block_.sync();
+  }
+
+ private:
+  // A task is a request in a column; tasks of a warp are mostly in one.
+  FI_DEVICE int32_t request(int32_t task) const { return task & (width_ - 1); }
+  FI_DEVICE int32_t column(int32_t task) const { return int32_t(uint32_t(task) / uint32_t(width_)); }
+  FI_DEVICE int32_t depth(int32_t task) const { return unit_ * (2 * column(task) + 1); }
+
+  FI_DEVICE bool is_in_row(int32_t task) const {
+    return task < columns_ * width_ && request(task) < requests_ && depth(task) < m_.pages[request(task)];
+  }
+
+  FI_DEVICE int32_t page(int32_t task) const {
+    return rows_.indices[rows_.row_begin[request(task)] + int64_t(depth(task)) * rows_.step];
+  }
+
+  // By whole warps. A word of the table is the lower bits of a page and the smallest request that has it, for
+  // a guess needs no more.
+  FI_DEVICE void insert(int32_t task) {
+    constexpr uint32_t kPageBits = 0x1fffff;
+    const bool valid = is_in_row(task);
+    const uint32_t lanes = block_.ballot(valid);
+    int32_t slot = -1;
+    if (lanes) {
+      const uint32_t bits = valid ? uint32_t(p_.page[task]) & kPageBits : 0;
+      const int32_t table = slots_ * (1 + column(task));
+      const int first = lowest_bit(lanes), lane = thread_ % kWarp;
+      const uint32_t key = bits ^ uint32_t(column(task)) << 24;
+      const uint32_t first_key = block_.shuffle(key, first);
+      const bool alike = !block_.ballot(valid && key != first_key);
+      if (valid && (!alike || lane == first))
+        slot = take_slot(table, int32_t(bits * kForestRequests) | request(task));
+      if (alike) {
+        const int32_t common = block_.shuffle(slot, first);
+        if (valid) slot = common;
+      }
+    }
+    if (task < columns_ * width_) p_.slot[task] = int16_t(slot);
+  }
+
+  FI_DEVICE int32_t take_slot(int32_t table, int32_t word) {
+    const uint32_t bits = uint32_t(word) / kForestRequests, hash = bits * 0x9e3779b1u;
+    int32_t slot = int32_t((hash ^ hash >> 15) & uint32_t(slots_ - 1));
+    FI_ROLL
+    for (int32_t tried = 0; tried < slots_; ++tried, slot = (slot + 1) & (slots_ - 1)) {
+      // Most find a smaller request there, and need no turn at the word.
+      int32_t* const to = &m_.table[table + slot];
+      int32_t there = *to;
+      if (there < 0) there = block_.compare_and_swap(to, -1, word);
+      if (there < 0) break;
+      if (uint32_t(there) / kForestRequests != bits) continue;
+      if (word < there) block_.keep_least(to, word);
+      break;
+    }
+    return table + slot;
+  }
+
+  Block& block_;
+  ForestMemory& m_;
+  ForestPairs& p_;
+  const PageRows& rows_;
+  const int32_t slots_, width_, requests_;
+  int32_t columns_, unit_;
+  const int thread_;
+};
+
+}  // namespace fi

@@ -39,6 +39,8 @@ MODULE = jit.ModuleSpec(
 )
 _SIZES = 24
 QUERY_TILES = (1, 16, 32, 64, 128)
+MAX_SHARED_BETA = 2**20
+"""The greatest cost of a key where prefixes are shared: kMaxSharedBeta of csrc/core/device_levels.h."""
 
 
 @cache
@@ -151,6 +153,11 @@ class Planner:
         self.limits = limits
         self.costs = costs
         self.sharing = None if flat_reason(spec, variant) else sharing
+        if self.sharing and max(costs.beta) > MAX_SHARED_BETA:
+            raise ValueError(
+                f"costs.beta: expected at most {MAX_SHARED_BETA} with room for shared prefixes, where a "
+                f"device adds costs up in 32 bits; got {costs.beta!r}. Scale all costs down."
+            )
         config = np.array(
             [
                 *astuple(limits),

@@ -15,7 +15,9 @@ from shared_cases import SharedCase, shared_cases
 from shared_tables import assert_same_bytes, host_plan, page_table, random_case, tree
 
 from fi_backend.core.plan import PLAN_MAGIC, Plan
-from fi_backend.core.planner import Planner
+from fi_backend.core.planner import CostModel, Limits, Planner
+from fi_backend.core.sharing import SharingLimits
+from fi_backend.core.spec import AttentionSpec
 
 
 def assert_same_plan(
@@ -113,6 +115,15 @@ def test_refusals() -> None:
     wrong(flat, case, r"^detect_prefixes: expected a planner with room for shared prefixes; got none")
     wrong(case.planner(), case, r"^index_step: expected >= 1; got 0", index_step=0)
     wrong(case.planner(), case, r"^row_end: ", row_end=torch.zeros(3, dtype=torch.int64))
-    costly = case.planner()
-    costly.config[15] = 2**20 + 1  # a beta
-    wrong(costly, case, r"^costs.beta: expected at most 1048576 where .*; got 1048577")
+
+
+def test_costs_beyond_32_bits_are_refused_at_construction() -> None:
+    spec, limits = AttentionSpec(8, 2, 64), Limits(4, 4, 64)
+
+    def planner(beta: int, sharing: SharingLimits | None) -> Planner:
+        return Planner(spec, limits, num_ctas=4, costs=CostModel(beta=(4, 4, 4, 4, beta)), sharing=sharing)
+
+    planner(2**20, SharingLimits(1, 1, 1))
+    planner(2**31 - 1, None)
+    with pytest.raises(ValueError, match=r"^costs.beta: expected at most 1048576 .*; got .*1048577.*Scale"):
+        planner(2**20 + 1, SharingLimits(1, 1, 1))

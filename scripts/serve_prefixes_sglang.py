@@ -13,23 +13,19 @@ import argparse
 import asyncio
 import json
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from fi_backend import env
-from fi_backend.core.counters import read_stats, total
 from load import Outcome, Request
 from models import dummy_llama
 from recording import circumstances
-from serve_prefixes import WORKLOAD, add_workload, parse, rounds_of, row_of
+from serve_prefixes import WORKLOAD, add_workload, counts, parse, rounds_of, row_of, stop_at_problems
 
 # Way of serving: the attention back end, and the switch of shared reading.
 WAYS = {"shared": ("fi", "1"), "flat": ("fi", "0"), "triton": ("triton", "1"), "fa3": ("fa3", "1")}
-_COUNTS = ("layers", "steps", "plans", "attention_calls", "replayed_calls", "captured_calls")
-_SHARED = ("shared_plans", "prefix_nodes", "kv_tokens_saved", "kv_bytes_saved")
 
 
 def main() -> None:
@@ -48,8 +44,7 @@ def main() -> None:
             print(f"{way:<8} {json.dumps(row)}", flush=True)
             if chosen.json:  # after each, should a later one be ended
                 chosen.json.write_text(json.dumps(record, indent=2) + "\n")
-    if any(row["errors"] for row in record["rows"].values()):
-        sys.exit("some requests failed")
+    stop_at_problems(record["rows"])
 
 
 def _arguments() -> argparse.Namespace:
@@ -92,15 +87,7 @@ def _serve(chosen: argparse.Namespace, way: str, model: Path, layers: int, stats
         ]
     finally:
         engine.shutdown()
-    row = row_of(rounds, ready)
-    served = total(read_stats(stats) if stats.is_dir() else [])
-    if (backend == "fi") != (served.layers == layers):
-        raise SystemExit(f"{way}: another back end served the layers; fi counted {served}")
-    if backend == "fi":
-        row["fi"] = {name: getattr(served, name) for name in (*_COUNTS, *_SHARED)}
-        if (served.shared_plans > 0) != (share == "1"):
-            raise SystemExit(f"{way}: expected shared plans only where sharing is on; fi counted {served}")
-    return row
+    return {**row_of(rounds, ready), **counts(stats, layers, backend, share)}
 
 
 async def _round(engine: Any, requests: list[Request]) -> list[Outcome]:

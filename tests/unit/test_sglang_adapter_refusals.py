@@ -29,11 +29,18 @@ from fi_backend.errors import UnsupportedError
         ({"enable_dp_attention": True}, "enable_dp_attention=True"),
         ({"disaggregation_mode": "prefill"}, "disaggregation_mode='prefill'"),
         ({"enable_hierarchical_cache": True}, "enable_hierarchical_cache=True"),
+        ({"enable_multi_layer_eagle": True}, "enable_multi_layer_eagle=True"),
     ],
 )
 def test_engines_that_are_refused(server: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         FiAttnBackend(make_runner(Shape(), **server))
+
+
+def test_steps_planned_on_another_stream_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
+    with pytest.raises(UnsupportedError, match="SGLANG_ENABLE_OVERLAP_PLAN_STREAM: not supported by fi"):
+        FiAttnBackend(make_runner(Shape()))
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ pytest.importorskip("sglang", reason="SGLang is not installed")
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative import draft_utils
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
-from sglang_graph import Graph
+from sglang_graph import Graph, recording
 from sglang_step import Engine
 
-from fi_backend.adapters.sglang import compat
+from fi_backend.adapters.sglang import compat, tree_mask
 from fi_backend.adapters.sglang.backend import FiAttnBackend
 from fi_backend.adapters.sglang.draft import FiDraftBackend
 from fi_backend.errors import UnsupportedError
@@ -190,3 +190,76 @@ def test_sglang_makes_the_back_ends_of_drafts(monkeypatch: pytest.MonkeyPatch, d
         "EAGLE is not supported in decode attention backend {backend_type}",
     )
     assert type(made) is (FiDraftBackend if decodes else FiAttnBackend)
+
+
+def test_masks_of_all_steps_are_allocated_when_the_back_end_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of any size, with a graph or without, then find memory for them, and graphs one address."""
+    engine = engine_of(Shape())
+    monkeypatch.setattr(tree_mask, "MaskBuffer", lambda **_: pytest.fail("allocated for a step"))
+    unknown = SimpleNamespace(custom_mask=torch.zeros(1), draft_token_num=DRAFTS, topk=3)
+    graph = Graph(engine, ForwardMode.TARGET_VERIFY, requests=4, width=DRAFTS, spec_info=unknown)
+    for eager in (True, False, True):
+        batch, trees = verification(engine, (1, 1, 1), "drafts alone")
+        if eager:
+            engine.backend.init_forward_metadata(batch)
+            engine.check_layer(engine.layers[0], batch, masks=trees)
+            for layer in engine.layers[1:]:
+                engine.check_layer(layer, batch, masks=trees)
+        else:
+            graph.replay(batch, masks=trees)
+
+
+def test_chains_need_no_memory_for_masks() -> None:
+    assert engine_of(Shape(), speculative_eagle_topk=1).backend._masks is None
+    # SGLang takes the breadth of n-gram drafts for the branches, and masks them whatever it is.
+    ngram = {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 1}
+    assert engine_of(Shape(), **ngram).backend._masks is not None
+
+
+@pytest.mark.parametrize("name", ["plain", "hybrid pool"])
+def test_graphs_of_a_chain_of_drafts(name: str) -> None:
+    """SGLang gives the slots of all steps at once, request by request; a graph takes a step's own."""
+    engine = engine_of(SHAPES[name])
+    chain, requests = drafts(engine), 4
+    steps, before = len(chain.attn_backends), list(engine.lengths)
+    batches = [engine.step(ForwardMode.DECODE, (1, 1, 1)) for _ in range(steps)]
+    unused = engine.step(ForwardMode.DECODE, (1, 1, 1)).out_cache_loc  # of the step that is not run
+    slots = torch.stack([*(batch.out_cache_loc for batch in batches), unused], 1).reshape(-1)
+    static = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=requests,
+        req_pool_indices=torch.zeros(requests, dtype=torch.int64),
+        seq_lens=torch.ones(requests, dtype=torch.int64),
+        seq_lens_cpu=torch.ones(requests, dtype=torch.int64),
+        seq_lens_sum=requests,
+        out_cache_loc=torch.zeros(requests * (steps + 1), dtype=torch.int64),
+        spec_info=SimpleNamespace(),
+    )
+    chain.init_cuda_graph_state(requests, requests)
+    chain.init_forward_metadata_out_graph(static, in_capture=True)
+    inputs = {}
+    calls: list[Any] = []
+    for step, backend in enumerate(chain.attn_backends):
+        for layer in engine.layers:
+            given = [engine.normal(requests, *size) for size in ((128,), (2, 32), (2, 32))]
+            static_slots = torch.zeros(requests, dtype=torch.int64)
+            view = SimpleNamespace(forward_mode=ForwardMode.DECODE, out_cache_loc=static_slots)
+            backend.forward(*given, layer, view)  # warm
+            with recording(calls):
+                out = backend.forward(*given, layer, view)
+            inputs[step, layer.layer_id] = given, out, static_slots
+    static.req_pool_indices[:3] = batches[0].req_pool_indices
+    static.seq_lens[:3] = static.seq_lens_cpu[:3] = torch.tensor(before)
+    static.out_cache_loc = slots
+    chain.init_forward_metadata_out_graph(static)
+    for step in range(steps):
+        for layer in engine.layers:
+            inputs[step, layer.layer_id][2][:3] = batches[step].out_cache_loc
+    for call in calls:
+        call()
+    for step in range(steps):
+        engine.lengths = [length + step + 1 for length in before]
+        engine.active, engine.new = [0, 1, 2], [1, 1, 1]
+        for layer in engine.layers:
+            (q, k, v), out, _ = inputs[step, layer.layer_id]
+            engine.compare(layer, q, k, v, out)

@@ -123,5 +123,5 @@ def test_deterministic_inference_is_batch_invariant() -> None:
 def test_the_mode_reaches_the_kernels(deterministic: bool) -> None:
     engine = Engine(Shape(windows=(20, -1)), enable_deterministic_inference=deterministic)
     run_all(engine)
-    specs = [spec for spec, _ in engine.backend._layers._attention]
+    specs = [kind.spec for kind in engine.backend._layers._attention]
     assert [spec.batch_invariant for spec in specs] == [deterministic] * 2

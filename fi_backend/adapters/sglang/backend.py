@@ -16,37 +16,44 @@ from torch import Tensor
 
 from fi_backend.core.append import append_kv
 from fi_backend.core.counters import APPENDED, CALLS, CAPTURED, LAYERS, REPLAYED, STEPS, TOKENS, counters
+from fi_backend.core.custom_mask import PackedMask
 from fi_backend.errors import PlanError, UnsupportedError
 
 from . import compat
 from .layers import Layers, output, scales
 from .radix import SharedPrefixes
-from .refuse import refuse_cache, refuse_engine, refuse_layer, refuse_options
+from .refuse import ADVICE, refuse_cache, refuse_engine, refuse_layer, refuse_options
 from .step import GraphBuffers, Step, StepArrays
-from .translate import draft_tokens, shares_prefixes, step_lengths
+from .translate import draft_tokens, shares_prefixes, step_lengths, verifies_trees
 from .tree_mask import TreeMasks, is_tree
 
 
 class FiAttnBackend(AttentionBackend):
     """Decoder attention over SGLang's KV pools; `--attention-backend fi`.
 
-    draft_step: which step of a chain of drafts it serves, from 0; None for everything else.
-    Everything that cannot run is refused when the object is made, before a request comes.
+    draft_step: which step of a chain of drafts it serves, from 0; None for everything else. draft_steps: as
+    many are given slots at once. Everything that cannot run is refused when the object is made, before a
+    request comes.
     """
 
     # Dummy steps, too, must stay within the rows of the token table (read by 0.5.23).
     extend_dummy_seqs_capped_by_req_pool = True
 
-    def __init__(self, model_runner: Any, draft_step: int | None = None) -> None:
+    def __init__(self, model_runner: Any, draft_step: int | None = None, draft_steps: int = 1) -> None:
         super().__init__()
         refuse_engine(model_runner)
+        if compat.plans_on_another_stream():
+            raise UnsupportedError(
+                "SGLANG_ENABLE_OVERLAP_PLAN_STREAM: not supported by fi, which plans a step on the stream "
+                f"that runs it. Leave it unset. {ADVICE}"
+            )
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         refuse_cache(self.token_to_kv_pool, MHATokenToKVPool, SWAKVPool)
         hybrid = isinstance(self.token_to_kv_pool, SWAKVPool)
         table = self.req_to_token_pool.req_to_token
         self.max_context_len = table.shape[1]
-        self._draft_step = draft_step
+        self._draft_step, self._draft_steps = draft_step, draft_steps
         self._arrays = StepArrays(
             table,
             model_runner.page_size,
@@ -61,15 +68,13 @@ class FiAttnBackend(AttentionBackend):
             refuse_layer(layer)
         drafts = 0 if getattr(model_runner, "is_draft_worker", False) else draft_tokens(model_runner)
         self._verify_mask = _verify_mask(drafts, table)
-        self._masks = TreeMasks(
-            None if self._verify_mask is None else self._verify_mask.buffer,
-            max(drafts, 1),
-            self.max_context_len,
-            table.device,
-        )
-        trees = bool(drafts) and getattr(model_runner.server_args, "speculative_eagle_topk", None) != 1
+        self._masks: TreeMasks | None = None
+        if self._verify_mask is not None and verifies_trees(model_runner):
+            self._masks = TreeMasks(
+                self._verify_mask.buffer, requests=table.shape[0], drafts=drafts, width=self.max_context_len
+            )
         self._shared = SharedPrefixes() if shares_prefixes(model_runner) else None
-        self._layers = Layers(model_runner, layers, trees=trees, shared=self._shared)
+        self._layers = Layers(model_runner, layers, trees=self._masks is not None, shared=self._shared)
         # Speculation knows exact lengths on the device alone; asking for the host's would wait for it.
         self.needs_cpu_seq_lens = not (table.is_cuda and draft_tokens(model_runner))
         self._step: Step | None = None
@@ -92,8 +97,7 @@ class FiAttnBackend(AttentionBackend):
         if forward_batch.forward_mode.is_idle():
             return
         step = self._arrays.step(forward_batch, step_lengths(forward_batch, self._draft_step))
-        if step.mode.is_target_verify() and is_tree(forward_batch.spec_info):
-            step.mask = self._masks.pack(forward_batch.spec_info, step)
+        step.mask = self._mask(step, forward_batch.spec_info)
         if self._shared is not None:
             step.paths = self._shared.take(forward_batch, step.num_requests)
         self._step = step
@@ -127,12 +131,11 @@ class FiAttnBackend(AttentionBackend):
         if not (mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2()):
             raise UnsupportedError(f"graphs of whole steps of the mode {mode.name}: not supported by fi.")
         step = self._arrays.step(forward_batch, step_lengths(forward_batch, self._draft_step), graphs)
-        if step.mode.is_target_verify() and is_tree(forward_batch.spec_info):
-            step.mask = self._masks.pack(
-                forward_batch.spec_info, step, graph_requests=graphs.requests, capture=in_capture
-            )
-        if forward_batch.out_cache_loc is not None:
-            step.window_slots = self._arrays.fill_window_slots(graphs, forward_batch.out_cache_loc)
+        step.mask = self._mask(step, forward_batch.spec_info, capture=in_capture)
+        if (slots := forward_batch.out_cache_loc) is not None:
+            if self._draft_step is not None:  # those of all steps, request by request
+                slots = slots.view(-1, self._draft_steps)[:, self._draft_step]
+            step.window_slots = self._arrays.fill_window_slots(graphs, slots)
         self._step = step
         if self._shared is not None:
             step.paths = self._shared.take(forward_batch, step.num_requests)
@@ -162,9 +165,8 @@ class FiAttnBackend(AttentionBackend):
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
         """Pack the trees anew: the step was planned beside the drafts, before their masks were known."""
         step = self._step
-        if step is not None and step.mask is not None:
-            requests = self._graphs.requests if self._graphs is not None and cuda_graph_bs else 0
-            self._masks.pack(spec_info, step, graph_requests=requests)
+        if step is not None and step.mask is not None and self._masks is not None:
+            self._masks.pack(spec_info, step)
 
     def forward_extend(
         self,
@@ -217,6 +219,11 @@ class FiAttnBackend(AttentionBackend):
     def support_triton(self) -> bool:
         """Return whether SGLang may run its index kernels in Triton, which are not for the CPU."""
         return bool(self.req_to_token_pool.req_to_token.is_cuda)
+
+    def _mask(self, step: Step, spec_info: Any, *, capture: bool = False) -> PackedMask | None:
+        if self._masks is None or not step.mode.is_target_verify() or not is_tree(spec_info):
+            return None
+        return self._masks.pack(spec_info, step, capture=capture)
 
     def _slots(self, step: Step, windowed: bool, slots: Tensor) -> Tensor:
         if not windowed:

@@ -27,7 +27,7 @@ _CONTRACT: Final[contract.Contract] = (
     ("sglang.srt.plugins.hook_registry", "HookRegistry.register", ("target", "hook", "hook_type")),
     ("sglang.srt.plugins.hook_registry", "HookType.AFTER", ()),
     ("sglang.srt.plugins.hook_registry", "HookType.AROUND", ()),
-    ("sglang.srt.distributed", "get_tensor_model_parallel_rank", ()),
+    ("sglang.srt.distributed.parallel_state", "get_tensor_model_parallel_rank", ()),
     ("sglang.srt.utils.common", "support_triton", ("backend",)),
     ("sglang.srt.utils.common", "is_cpu", ()),
     *(
@@ -153,9 +153,17 @@ def install() -> None:
         server_args.add_draft_attention_backend_choices([NAME])
 
 
+def plans_on_another_stream() -> bool:
+    """Return whether SGLang prepares the steps of speculation on a stream beside that of the model."""
+    from sglang.srt.environ import envs
+
+    variable = getattr(envs, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM", None)
+    return variable is not None and bool(variable.get())
+
+
 def tensor_parallel_rank() -> int:
     """Return which part of the heads this process has."""
-    from sglang.srt.distributed import get_tensor_model_parallel_rank
+    from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
 

@@ -20,7 +20,8 @@ class FiDraftBackend:
     def __init__(self, draft_model_runner: Any, factory: Any) -> None:
         refuse_draft(factory.topk)
         self.attn_backends = [
-            FiAttnBackend(draft_model_runner, step) for step in range(factory.speculative_num_steps - 1)
+            FiAttnBackend(draft_model_runner, step, factory.speculative_num_steps)
+            for step in range(factory.speculative_num_steps - 1)
         ]
         self.needs_cpu_seq_lens = any(each.needs_cpu_seq_lens for each in self.attn_backends)
 

@@ -60,18 +60,15 @@ class Layers:
         self._attention: dict[Kind, BatchAttention] = {}
         self._kinds: dict[tuple[Any, bool, bool], Kind] = {}
         self._of_graphs: dict[Any, set[Kind]] = {}
-        asked = asked_variant(model_runner)
+        self._runner = model_runner
+        self._asked = asked_variant(model_runner)
         self._chosen: dict[Any, Chosen] = {}
         self._num_layers: Counter[tuple[AttentionSpec, AttentionVariant | None]] = Counter()
         for name, layer in layers.items():
             spec = layer_spec(layer, **self._common)
             if reason := unsupported_reason(spec, self._device):
                 raise UnsupportedError(reason)
-            chosen = choose(describe_layer(name, layer, spec, self._device, model_runner, asked))
-            if chosen.variant is not None:
-                refuse_other_backends(model_runner, name)
-            self._chosen[layer] = chosen
-            self._num_layers[spec, chosen.variant] += 1
+            self._num_layers[spec, self._choose(name, layer, spec).variant] += 1
         kinds = [*self._num_layers]
         kinds += [(replace(spec, custom_mask=True), variant) for spec, variant in kinds if trees]
         prepare(*(spec for spec, variant in kinds if variant is None), device=self._device)
@@ -86,6 +83,8 @@ class Layers:
         if (kind := self._kinds.get(key)) is None:
             spec = layer_spec(layer, sinks=sinks, custom_mask=step.mask is not None, **self._common)
             windowed = self._mapping is not None and bool(self._mapping[layer.layer_id][1])
+            if layer not in self._chosen:  # it was not in the model when this was made
+                self._choose(f"layers.{layer.layer_id}", layer, layer_spec(layer, **self._common))
             kind = self._kinds[key] = Kind(spec, windowed, self._chosen[layer].variant)
         if kind not in step.planned:
             self._plan(step, kind)
@@ -94,6 +93,13 @@ class Layers:
     def arguments(self, layer: Any) -> dict[str, float | Tensor] | None:
         """Return the arguments of the variant that a layer runs, None for plain attention."""
         return self._chosen[layer].args
+
+    def _choose(self, name: str, layer: Any, spec: AttentionSpec) -> Chosen:
+        described = describe_layer(name, layer, spec, self._device, self._runner, self._asked)
+        chosen = self._chosen[layer] = choose(described)
+        if chosen.variant is not None:
+            refuse_other_backends(self._runner, name)
+        return chosen
 
     def plan_graph(self, step: Step) -> None:
         """Plan a step that a graph serves, for every kind of layer that its capture met."""

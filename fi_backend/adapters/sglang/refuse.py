@@ -32,6 +32,7 @@ _REFUSED_ARGUMENTS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("enable_hierarchical_cache", False, "the hierarchical KV cache"),
     ("enable_lmcache", False, "LMCache"),
     ("enable_unified_memory", False, "the unified memory pool"),
+    ("enable_multi_layer_eagle", False, "drafts by several layers: never tried"),
 )
 
 

@@ -98,6 +98,13 @@ def draft_tokens(model_runner: Any) -> int:
     return int(drafts or arguments.speculative_num_draft_tokens or 1)
 
 
+def verifies_trees(model_runner: Any) -> bool:
+    """Return whether verifications come with masks: those of drafts that branch, and of NGRAM always."""
+    arguments = model_runner.server_args
+    algorithm = str(getattr(arguments, "speculative_algorithm", None)).upper()
+    return algorithm == "NGRAM" or getattr(arguments, "speculative_eagle_topk", None) != 1
+
+
 def step_limits(model_runner: Any) -> Limits:
     """Return what any step of this engine stays within.
 

@@ -4,7 +4,8 @@
     python examples/streaming_llm/measure.py [--device cpu|cuda] [--json FILE]
 
 Both see the same caches and agree before they are measured, turn by turn. The rotation of the unfused version
-is one kernel, which torch.compile makes. On CUDA a figure is the time of a replayed graph.
+is one kernel, which torch.compile makes. On CUDA a figure is the time of a replayed graph, on the CPU the
+processor time of one thread, in which other programs do not count.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -25,8 +25,10 @@ from streaming import FusedStreaming, RollingPages, UnfusedStreaming
 from torch import Tensor
 
 from fi_backend import AttentionSpec
+from fi_backend.benchmarks.cuda.graphs import CapturedGraph
 from fi_backend.benchmarks.interval import ratio_with_upper_bound
 from fi_backend.benchmarks.record import gpu_provenance, provenance
+from fi_backend.cli.probes.host import cpu_name
 
 PAGE = 16
 
@@ -45,9 +47,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to write the record to")
     chosen = parser.parse_args()
     device = torch.device(chosen.device)
+    torch.set_num_threads(1)
     requests = chosen.requests or (8 if device.type == "cuda" else 1)
     spec = AttentionSpec(*chosen.heads, chosen.head_dim, dtype=chosen.dtype, page_size=PAGE)
-    record: dict[str, Any] = gpu_provenance(device) if device.type == "cuda" else provenance(platform.node())
+    record: dict[str, Any] = gpu_provenance(device) if device.type == "cuda" else provenance(cpu_name())
     record |= {"threads": torch.get_num_threads(), "load": os.getloadavg()[0], "requests": requests}
     record |= {
         "heads": chosen.heads,
@@ -107,36 +110,16 @@ def measure(
 
 def _timed(step: Callable[[], Tensor], device: torch.device) -> Callable[[], float]:
     """Return a function that measures the step once more: microseconds."""
+    if device.type == "cuda":
+        return CapturedGraph(device, step).time_us
     step()  # compiles what there is to compile
-    if device.type == "cpu":
 
-        def once() -> float:
-            begin = time.perf_counter()
-            step()
-            return (time.perf_counter() - begin) * 1e6
-
-        return lambda: statistics.median(once() for _ in range(3))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    def once() -> float:
+        begin = time.thread_time()
         step()
-    replays = 20
+        return (time.thread_time() - begin) * 1e6
 
-    def replayed() -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()
-        begin.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / replays
-
-    return replayed
+    return lambda: statistics.median(once() for _ in range(3))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What windows and masks of blocks save: their time beside that of the work which is left.
+
+    python benchmarks/kernels/sparse_cost.py [--device cpu|cuda] [--json FILE]
+
+A window of 1024 keys over a context of 65536 beside a context of 1024, decoding; one block of ten chosen
+beside all blocks, one mask for all heads and one for each KV head. Pages left of the window do not exist:
+their ids are -1. Figures are taken in turn, so that what slows the machine slows both. On the CPU they are
+the processor time of one thread, in which other programs do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fi_backend import AttentionSpec, BatchAttention, BlockSparseAttention, PageTable
+from fi_backend.benchmarks.cuda.graphs import CapturedGraph
+from fi_backend.benchmarks.interval import ratio_with_upper_bound
+from fi_backend.benchmarks.record import gpu_provenance, provenance
+from fi_backend.cli.probes.host import cpu_name
+
+WINDOW, CONTEXT, PAGE, BLOCK = 1024, 65536, 16, 64
+LIMITS = {"window": 1.15, "blocks": 0.15}
+Step = Callable[[], Tensor]
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--runs", type=int, default=9, help="pairs of figures")
+    parser.add_argument("--json", type=Path, help="file to write the record to")
+    chosen = parser.parse_args()
+    device = torch.device(chosen.device)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    record: dict[str, Any] = gpu_provenance(device) if device.type == "cuda" else provenance(cpu_name())
+    record |= {"threads": torch.get_num_threads(), "load": os.getloadavg()[0], "rows": []}
+    large = device.type == "cuda"
+    cases = {f"window, batch {n}": windows(n, device) for n in ((8, 64) if large else (1, 8))}
+    rows, cols = (4096, 16384) if large else (1024, 4096)
+    for heads, name in ((1, "one mask"), (2, "a mask of each KV head")):
+        cases[f"blocks {rows} x {cols}, {name}"] = blocks(rows, cols, heads, device)
+    for name, (sparse, plain) in cases.items():
+        row = {"case": name, **compare(sparse, plain, device, chosen.runs)}
+        row["limit"] = LIMITS[name.split(",")[0].split()[0]]
+        record["rows"].append(row)
+        print(
+            f"{name:<42} {row['sparse_us']:10.1f} us, plain {row['plain_us']:10.1f} us, ratio "
+            f"{row['ratio']:.3f} (at most {row['bound']:.3f}; limit {row['limit']})",
+            flush=True,
+        )
+    if chosen.json:
+        chosen.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def windows(requests: int, device: torch.device) -> tuple[Step, Step]:
+    """Decoding with a window over a long context, and without one over a short context; the same bytes."""
+    pages = WINDOW // PAGE + 1
+    shape = (requests * pages, PAGE, 8, 128)
+    k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    q = torch.randn(requests, 32, 128, dtype=torch.bfloat16, device=device)
+    starts = torch.arange(requests + 1, dtype=torch.int32, device=device)
+    ids = torch.arange(requests * pages, dtype=torch.int32, device=device).view(requests, pages)
+    steps = []
+    for window_left, length in ((WINDOW - 1, CONTEXT), (-1, WINDOW)):
+        spec = AttentionSpec(32, 8, 128, page_size=PAGE, window_left=window_left)
+        attention = BatchAttention(
+            spec, max_requests=requests, max_tokens=requests, max_kv_len=length, device=device
+        )
+        table = torch.full((requests, length // PAGE), -1, dtype=torch.int32, device=device)
+        last = min(pages, table.shape[1])
+        table[:, -last:] = ids[:, -last:]
+        lens = torch.full((requests,), length, dtype=torch.int32, device=device)
+        attention.plan(starts, PageTable.from_block_table(table, lens, page_size=PAGE))
+        out = torch.empty_like(q)
+        steps.append(lambda attention=attention, out=out: attention.run(q, k, v, out=out))
+    return steps[0], steps[1]
+
+
+def blocks(rows: int, cols: int, num_heads: int, device: torch.device) -> tuple[Step, Step]:
+    """One block of ten beside all of them, of one sequence."""
+    spec = AttentionSpec(8, 2, 128, page_size=BLOCK, causal=False)
+    q, k, v = (
+        torch.randn(n, heads, 128, dtype=torch.bfloat16, device=device)
+        for n, heads in ((rows, 8), (cols, 2), (cols, 2))
+    )
+    steps = []
+    for density in (0.1, 1.0):
+        attention = BlockSparseAttention(
+            spec, num_rows=rows, num_cols=cols, block_rows=BLOCK, num_heads=num_heads, device=device
+        )
+        shape = (num_heads, attention.row_blocks, attention.col_blocks)
+        # The same number in every row, since rows of chance would differ.
+        order = torch.rand(shape, device=device).argsort(-1)
+        attention.plan(order < round(density * shape[2]))
+        out = torch.empty_like(q)
+        steps.append(lambda attention=attention, out=out: attention.run(q, k, v, out=out))
+    return steps[0], steps[1]
+
+
+def compare(sparse: Step, plain: Step, device: torch.device, runs: int) -> dict[str, Any]:
+    """Return medians in microseconds, the ratio, and its upper 95 % bound."""
+    clocks = [_clock(step, device) for step in (sparse, plain)]
+    pairs = [[clock() for clock in clocks] for _ in range(runs)]
+    ours, peer = (list(series) for series in zip(*pairs, strict=True))
+    ratio, bound = ratio_with_upper_bound(ours, peer)
+    return {
+        "sparse_us": statistics.median(ours),
+        "plain_us": statistics.median(peer),
+        "ratio": ratio,
+        "bound": bound,
+    }
+
+
+def _clock(step: Step, device: torch.device) -> Callable[[], float]:
+    if device.type == "cuda":
+        return CapturedGraph(device, step).time_us
+    step()
+
+    def once() -> float:
+        begin = time.thread_time()
+        step()
+        return (time.thread_time() - begin) * 1e6
+
+    return lambda: statistics.median(once() for _ in range(9))
+
+
+if __name__ == "__main__":
+    main()

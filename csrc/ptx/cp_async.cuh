@@ -5,6 +5,9 @@
 
 namespace fi::ptx {
 
+// Declares the block's dynamic shared memory.
+#define FI_DYNAMIC_SHARED(name) extern __shared__ __align__(1024) char name[]
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }

@@ -23,21 +23,7 @@ cudaError_t prepare() {
 
 cudaError_t launch(const AttentionParams& p, int num_ctas, cudaStream_t stream) {
   constexpr int64_t kItem = sizeof(FI_KV_DTYPE);
-  LaunchConstants c;
-  c.group = FastDivide(p.group);
-  c.page_size = FastDivide(p.level.page_size);
-  c.index_divisor = FastDivide(p.level.index_divisor);
-  c.num_kv_heads = FastDivide(p.num_kv_heads);
-  c.k_page_bytes = p.k_stride_page * kItem;
-  c.v_page_bytes = p.v_stride_page * kItem;
-  c.k_head_bytes = p.k_stride_head * kItem;
-  c.v_head_bytes = p.v_stride_head * kItem;
-  c.k_token_bytes = p.k_stride_token * kItem;
-  c.v_token_bytes = p.v_stride_token * kItem;
-  const int64_t reach = p.level.num_pages * c.k_page_bytes + p.level.page_size * c.k_token_bytes;
-  c.one_offset = reach < int64_t(kWholeTile) * 16 && c.k_page_bytes == c.v_page_bytes &&
-                 c.k_head_bytes == c.v_head_bytes && c.k_token_bytes == c.v_token_bytes &&
-                 c.k_page_bytes >= 0 && c.k_token_bytes >= 0;
+  LaunchConstants c = launch_constants(p, kItem);
 #if FI_TMA
   const sm90::Cache k{p.k,        p.level.num_pages, p.level.page_size, p.num_kv_heads,
                       p.head_dim, c.k_page_bytes,    c.k_token_bytes,   c.k_head_bytes,

@@ -9,7 +9,7 @@ namespace fi::sm80 {
 template <class Traits>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ LaunchConstants c) {
-  extern __shared__ __align__(1024) char shared[];
+  FI_DYNAMIC_SHARED(shared);
   if (threadIdx.x < kConsumers) warm_lengths(p, c);
   static_assert(sizeof(Control) <= Traits::kControlBytes);
   Control& control = *reinterpret_cast<Control*>(shared + Traits::kSharedBytes - Traits::kControlBytes);

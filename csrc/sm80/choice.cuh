@@ -2,7 +2,7 @@
 // The variant that this module was compiled for, and the mathematics its functors are given.
 #pragma once
 #include "../core/variant.h"
-#include "../ptx/mma.cuh"
+#include "ptx/mma.cuh"
 
 // A variant of the user: FI_VARIANT names it, and a generated header defines it.
 #if defined(FI_VARIANT)

@@ -3,7 +3,7 @@
 // Tiles of fewer rows than the warps could hold spread their KV tiles over warps; nobody waits for another
 // warp's arithmetic until the states are combined at the end.
 #pragma once
-#include "../ptx/ldmatrix.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "softmax.cuh"
 #include "work.cuh"
 

@@ -3,9 +3,9 @@
 // gather scattered pages into contiguous, swizzled KV tiles. They run ahead across items, so that reading
 // never pauses.
 #pragma once
-#include "../ptx/cp_async.cuh"
-#include "../ptx/tma.cuh"
-#include "../ptx/wgmma.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
 #include "work.cuh"
 
 namespace fi::sm80 {

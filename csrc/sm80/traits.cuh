@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#include "../ptx/float8.cuh"
+#include "ptx/float8.cuh"
 
 namespace fi::sm80 {
 

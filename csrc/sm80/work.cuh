@@ -2,10 +2,10 @@
 // A work item with the exact lengths of this launch, and the shared memory through which the warps agree.
 #pragma once
 #include "../core/params.h"
-#include "ptx/cp_async.cuh"
-#include "ptx/mbarrier.cuh"
 #include "choice.cuh"
 #include "launch.h"
+#include "ptx/cp_async.cuh"
+#include "ptx/mbarrier.cuh"
 #include "traits.cuh"
 
 namespace fi::sm80 {

@@ -2,8 +2,8 @@
 // Tiles of 128 packed rows on Hopper: each of two warpgroups holds 64 rows and multiplies them by wgmma. The
 // layout of fragments and of shared memory is mma.sync's, so that all else is shared with the sm_80 template.
 #pragma once
-#include "../ptx/wgmma.cuh"
 #include "../sm80/epilogue.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace fi::sm90 {
 

@@ -103,7 +103,12 @@ def variant_module(module: ModuleSpec, variant: AttentionVariant) -> ModuleSpec:
         module,
         name=f"{module.name}_{variant.name}",
         defines=(*module.defines, ("FI_VARIANT", "UserVariant")),
-        generated=((_FILE, functors(variant)), ("user_variant_params.h", parameters(variant)), *headers),
+        generated=(
+            *module.generated,
+            (_FILE, functors(variant)),
+            ("user_variant_params.h", parameters(variant)),
+            *headers,
+        ),
     )
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of this folder need a CUDA device and are skipped without one.
 
-The tests of attention also run on a CPU, to check the tests themselves, with --gpu-tests-on=cpu.
+The tests of attention also run on a CPU, with --gpu-tests-on=cpu to check the tests themselves, and with
+--gpu-tests-on=sm_90a (or another target) to run the source of the CUDA kernels on an emulated GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import emulator_modules
 import gpu_device
 import pytest
 import torch
@@ -26,9 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the switch."""
     parser.addoption(
         "--gpu-tests-on",
-        choices=("cuda", "cpu"),
         default="cuda",
-        help="cpu: check the bodies of the attention tests without a GPU",
+        help="cpu: check the bodies of the attention tests without a GPU; sm_90a, ...: emulate that GPU",
     )
     parser.addoption(
         "--kernel-define",
@@ -40,7 +41,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tell the helpers."""
-    gpu_device.use(config.getoption("--gpu-tests-on", "cuda"))
+    there = config.getoption("--gpu-tests-on", "cuda")
+    gpu_device.use("cuda" if there == "cuda" else "cpu")
+    if there.startswith("sm_"):
+        emulator_modules.install(there)
     if defines := config.getoption("--kernel-define", []):
         chosen = [tuple(text.split("=", 1)) for text in defines]
         kernels.cuda_attention_module = _with_defines(kernels.cuda_attention_module, chosen)

@@ -2,7 +2,8 @@
 """The device under test, and what the tests of attention do with it.
 
 `pytest tests/gpu/test_cuda_attention*.py --gpu-tests-on=cpu` runs the same bodies on a machine without a GPU,
-where a captured graph is a function that is called again. It checks the tests, not the CUDA kernels.
+where a captured graph is a function that is called again. It checks the tests, not the CUDA kernels. With
+--gpu-tests-on=sm_90a (or another target) the source of the CUDA kernels runs there, on an emulated GPU.
 """
 
 from __future__ import annotations

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+#include "builtins.h"
+
+namespace fi::ptx {
+
+// Element (row, column) of matrix i is at the address of lane 8 i + row; a lane gets two neighbours of row
+// lane / 4, or of column lane / 4 of the transposed matrix.
+inline void load_matrices(uint32_t (&r)[4], uint32_t address, bool transposed) {
+  using namespace emulator;
+  machine().at(address, 16);
+  const auto act = [&](Meeting& m) {
+    for (int i = 0; i < 4; ++i)
+      for (int lane = 0; lane < kWarpSize; ++lane) {
+        uint16_t pair[2];
+        for (int e = 0; e < 2; ++e) {
+          const int across = lane % 4 * 2 + e, row = transposed ? across : lane / 4;
+          const uint32_t at = m.posted[8 * i + row].words[0];
+          std::memcpy(&pair[e], machine().at(at, 16) + 2 * (transposed ? lane / 4 : across), 2);
+        }
+        m.words[lane][i] = pair[0] | uint32_t(pair[1]) << 16;
+      }
+  };
+  const Meeting& m = machine().meet(transposed ? "ldmatrix.trans" : "ldmatrix", {{address}, {}}, act);
+  std::memcpy(r, m.words[machine().lane], 16);
+}
+inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { load_matrices(r, address, false); }
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) { load_matrices(r, address, true); }
+
+}  // namespace fi::ptx

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention modules in which the source of the GPU's kernel runs on an emulated machine, for CPU tensors.
+
+Threads are fibers, in a random order at every wait; asynchronous copies and products take place at random
+moments between their start and the wait for them. Unseen remain the memory model (fences) and speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import attention_batch
+import torch
+
+from fi_backend.core import jit, kernels, support
+from fi_backend.core.kernels import cuda_attention_module
+from fi_backend.core.planner import CostModel
+from fi_backend.core.spec import AttentionSpec
+
+FOLDER = Path(__file__).parent / "emulator"
+HEADERS = FOLDER / "include"
+
+
+def headers() -> tuple[tuple[str, str], ...]:
+    """What takes the place of CUDA's headers and of the PTX wrappers."""
+    files = (*HEADERS.glob("*.h"), *HEADERS.glob("ptx/*.cuh"))
+    return tuple((str(file.relative_to(HEADERS)), file.read_text()) for file in sorted(files))
+
+
+def attention_module(spec: AttentionSpec, arch: str) -> jit.ModuleSpec:
+    """The module of `spec` for the GPU `arch`, emulated."""
+    module = cuda_attention_module(spec, arch)
+    defines = module.defines
+    if arch == "sm_90a":
+        defines += (("__CUDA_ARCH_FEAT_SM90_ALL", "1"),)
+    return replace(
+        module,
+        name=f"{module.name}_{arch}_emulated",
+        sources=(str(FOLDER / "attention.cc"),),
+        defines=defines,
+        arch="cpu",
+        generated=headers(),
+        recipe="",
+    )
+
+
+def install(arch: str, put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """From now on attention over CPU tensors runs the kernels for GPUs, under plans as GPUs get them.
+
+    put: how attributes are set, such as MonkeyPatch.setattr.
+    """
+    query_tiles, cost_model = support.query_tiles, support.cost_model
+
+    def module(spec: AttentionSpec, device: str | torch.device = "cpu") -> jit.ModuleSpec:
+        return attention_module(spec, arch)
+
+    def tiles(spec: AttentionSpec, device: str | torch.device) -> tuple[int, int]:
+        return query_tiles(spec, "cuda")
+
+    def costs(spec: AttentionSpec, device: str | torch.device, costs: CostModel | None) -> CostModel:
+        return cost_model(spec, "cuda", costs)
+
+    put(kernels, "attention_module", module)
+    for user in (support, attention_batch):
+        put(user, "query_tiles", tiles)
+    put(support, "cost_model", costs)

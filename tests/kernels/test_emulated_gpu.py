@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source of the CUDA attention kernel on an emulated GPU: roles, barriers, rings, fragments, merges.
+
+`pytest tests/gpu/test_cuda_attention*.py --gpu-tests-on=sm_90a` runs the GPU's own tests there (minutes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import emulator_modules
+import pytest
+from attention_batch import SPLIT_COSTS, Batch, check
+from attention_strategies import ROOMY
+from engine_memory import Layout
+
+from fi_backend.core import jit, kernels
+from fi_backend.core.sharing import flat_reason
+from fi_backend.core.spec import AttentionSpec
+
+SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "wgmma": ("sm_90a", {"head_dim": 64}),
+    "mma": ("sm_80", {"head_dim": 64, "dtype": "float16"}),
+    "little shared memory": ("sm_86", {"head_dim": 128}),
+    "wide heads": ("sm_90a", {"head_dim": 192, "head_dim_v": 128}),
+    "fp8": ("sm_90a", {"head_dim": 80, "kv_dtype": "float8_e4m3fn"}),
+    "masks and transforms": ("sm_90a", {"head_dim": 64, "custom_mask": True, "logits_soft_cap": 20.0}),
+    "batch-invariant": ("sm_80", {"head_dim": 64, "batch_invariant": True}),
+}
+
+
+def layer(name: str, **options: Any) -> AttentionSpec:
+    return AttentionSpec(**{"num_qo_heads": 6, "num_kv_heads": 2, "page_size": 16} | SPECS[name][1] | options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules() -> None:
+    """Compile them side by side."""
+    jit.build_all([emulator_modules.attention_module(layer(name), arch) for name, (arch, _) in SPECS.items()])
+
+
+@pytest.fixture(params=SPECS)
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A spec whose module takes the place of the CPU's."""
+    monkeypatch.setattr(kernels, "_ready", set())
+    emulator_modules.install(SPECS[request.param][0], monkeypatch.setattr)
+    return request.param
+
+
+def batch(spec: AttentionSpec, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], **fields: Any) -> Batch:
+    return Batch(spec=spec, q_lens=q_lens, kv_lens=kv_lens, num_ctas=24, **fields)
+
+
+@pytest.mark.parametrize("num_ctas", [1, 24])
+def test_decodes_chunks_and_prefills_in_one_step(name: str, num_ctas: int) -> None:
+    """More queries than keys, no queries, no keys, tiles of every height, chunks or none."""
+    q_lens, kv_lens = (1, 150, 5, 1, 0, 40, 2, 1), (333, 150, 700, 0, 90, 17, 65, 64)
+    check(replace(batch(layer(name), q_lens, kv_lens, costs=SPLIT_COSTS), num_ctas=num_ctas))
+
+
+def test_windows_sinks_scattered_pages_and_queues(name: str) -> None:
+    spec = layer(name, page_size=3, window_left=70, sinks=True)
+    layout = Layout(table="token", k="hnd", v="packed", q="qkv", out="heads", first_token=2, extra_tokens=3)
+    q_lens, kv_lens = (1, 33, 3, 2), (500, 200, 64, 129)
+    slack = () if spec.custom_mask else (0, 0, 30, 0)
+    fields = {"costs": SPLIT_COSTS, "layout": layout, "planned_queues": True, "bound_slack": slack}
+    check(batch(spec, q_lens, kv_lens, **fields))
+
+
+def test_prefixes_read_once(name: str) -> None:
+    """Two levels, requests in any order, one that shares nothing."""
+    spec = layer(name, page_size=16)
+    if flat_reason(spec):
+        pytest.skip("planned flat by rule")
+    shares = ((0, 0), (0, 9), (0, 5), (0, 0), (1, 12), (2, 7))
+    own = (9 * 16 + 20, 70, 33, 90, 15, 40)
+    state = check(
+        batch(
+            spec,
+            (1, 2, 1, 3, 1, 1),
+            tuple(16 * pages + n for (_, pages), n in zip(shares, own, strict=True)),
+            shares=shares,
+            sharing=ROOMY,
+            costs=replace(SPLIT_COSTS, alpha=0, part_cost=0),
+        )
+    )
+    assert state.plan.header["num_nodes"] >= 2
+
+
+@pytest.fixture(scope="module")
+def machine() -> Any:
+    source = str(emulator_modules.FOLDER / "machine_cases.cc")
+    return jit.load(jit.ModuleSpec("emulator_cases", (source,), generated=emulator_modules.headers()))
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("missing_thread", "wait for something that never comes"),
+        ("other_instruction", "lanes of a warp meet in"),
+        ("outside", "shared memory: address"),
+        ("uninitialised", "mbarrier: not initialised"),
+    ],
+)
+def test_the_emulated_gpu_refuses(machine: Any, case: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        getattr(machine, case)(1)
+
+
+@pytest.mark.parametrize("case", ["barrier", "copy", "product"])
+def test_what_is_not_waited_for_is_seen_too_early(machine: Any, case: str) -> None:
+    assert all(getattr(machine, f"{case}_with_wait")(seed) for seed in range(20))
+    assert not all(getattr(machine, f"{case}_without_wait")(seed) for seed in range(20))

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from fi_backend import env
-from fi_backend.core import attention_call, kernels, ops
+from fi_backend.core import attention_call, kernels, ops, support
 from fi_backend.core.attention_checks import (
     expect_caches,
-    expect_given,
     expect_table,
     expect_tensor,
     take_workspace,
 )
 from fi_backend.core.block_sparse import BlockSparse
 from fi_backend.core.custom_mask import PackedMask, pack_for
+from fi_backend.core.layout_checks import expect_given
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.plan import Plan
 from fi_backend.core.plan_buffer import PlanBuffer
@@ -27,15 +27,12 @@ from fi_backend.core.prefix_forest import PrefixForest
 from fi_backend.core.share_tally import ShareTally
 from fi_backend.core.sharing import SharingLimits, flat_reason
 from fi_backend.core.spec import AttentionSpec
-from fi_backend.core.support import cost_model, default_workers, query_tiles, resolve, unsupported_reason
 from fi_backend.core.variant import AttentionVariant
 from fi_backend.core.variant_args import VariantArguments
 from fi_backend.core.variant_names import find_variant
 from fi_backend.errors import PlanError, UnsupportedError
 
 _Scale = float | Tensor
-# Kernels step over keys by whole tiles in 32 bits.
-_MAX_KV_LEN = 2**31 - 128
 
 
 class BatchAttention:
@@ -70,20 +67,20 @@ class BatchAttention:
         variant: AttentionVariant | str | None = None,
     ) -> None:
         self.variant = find_variant(variant)
-        if reason := unsupported_reason(spec, device, self.variant):
+        if reason := support.unsupported_reason(spec, device, self.variant):
             raise UnsupportedError(reason)
-        if max_kv_len > _MAX_KV_LEN:
-            raise ValueError(f"max_kv_len: expected at most {_MAX_KV_LEN}; got {max_kv_len}.")
+        if max_kv_len > support.MAX_KV_LEN:
+            raise ValueError(f"max_kv_len: expected at most {support.MAX_KV_LEN}; got {max_kv_len}.")
         self.spec = spec
-        self.device = resolve(device)
-        self.num_ctas = default_workers(self.device) if num_ctas is None else num_ctas
+        self.device = support.resolve(device)
+        self.num_ctas = support.default_workers(self.device) if num_ctas is None else num_ctas
         self.planner = Planner(
             spec,
             Limits(max_requests, max_tokens, max_kv_len),
             num_ctas=self.num_ctas,
-            costs=cost_model(spec, self.device, costs),
+            costs=support.cost_model(spec, self.device, costs),
             planned_queues=planned_queues,
-            tiles=query_tiles(spec, self.device),
+            tiles=support.query_tiles(spec, self.device),
             sharing=sharing,
             variant=self.variant,
         )
@@ -198,7 +195,7 @@ class BatchAttention:
     def _find_forest(
         self, qo_indptr: Tensor, kv_lens: Tensor, table: PageTable, limits: Tensor | None
     ) -> PrefixForest:
-        tile = query_tiles(self.spec, self.device)[1]
+        tile = support.query_tiles(self.spec, self.device)[1]
         try:
             return PrefixForest.of_step(
                 table, qo_indptr, kv_lens, group=self.spec.group_size, max_tile=tile, limits=limits

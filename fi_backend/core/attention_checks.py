@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fi_backend.core.layout_checks import expect_layout
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.spec import AttentionSpec
 from fi_backend.errors import PlanError
@@ -21,26 +22,7 @@ def expect_caches(spec: AttentionSpec, q: Tensor, k_cache: Tensor, v_cache: Tens
     """Check what the kernel cannot see: tensors that agree with each other and not with the spec."""
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         expect_tensor(name, tensor)
-    heads, dim, dim_v = spec.num_qo_heads, spec.head_dim, spec.head_dim_v
-    if q.dim() != 3 or q.shape[1] != heads or q.shape[2] != dim:
-        raise ValueError(f"q: expected [tokens, {heads}, {dim}], as the spec says; got {tuple(q.shape)}.")
-    if k_cache.dim() >= 2 and k_cache.shape[-2] != spec.num_kv_heads:
-        raise ValueError(
-            f"k_cache: expected {spec.num_kv_heads} KV heads in its last dimension but one, as the "
-            f"spec says; got {tuple(k_cache.shape)}."
-        )
-    if v_cache.shape[-1:] != (dim_v,):
-        raise ValueError(
-            f"v_cache: expected head_dim_v = {dim_v} elements in its last dimension, as the spec says; "
-            f"got {tuple(v_cache.shape)}."
-        )
-
-
-def expect_given(name: str, tensor: Tensor | None, wanted: bool) -> None:
-    """Check that an optional tensor is there exactly when the spec says so."""
-    if (tensor is not None) != wanted:
-        expected, got = ("a tensor", "None") if wanted else ("None", "a tensor")
-        raise ValueError(f"{name}: expected {expected}, as the spec says; got {got}.")
+    expect_layout(spec, q, k_cache, v_cache)
 
 
 def take_workspace(workspace: Tensor | None, size: int, device: torch.device) -> Tensor:
@@ -67,6 +49,11 @@ def expect_table(spec: AttentionSpec, device: torch.device, qo_indptr: Tensor, t
     if not isinstance(table, PageTable):
         got = type(table).__name__
         raise TypeError(f"page_table: expected a PageTable or a BlockSparse; got {got}.")
+    if not isinstance(table.kv_lens, Tensor):
+        raise TypeError(
+            f"page_table: expected torch tensors; got {type(table.kv_lens).__name__}. Arrays of other "
+            "libraries belong to fi_backend.arrays.BatchAttention."
+        )
     if qo_indptr.dtype is not torch.int32:
         raise TypeError(f"qo_indptr: expected int32; got {qo_indptr.dtype}.")
     if qo_indptr.dim() != 1 or qo_indptr.shape[0] != table.num_requests + 1:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fi_backend.core import jit
 from fi_backend.core.jit.arch import cuda_arch
 from fi_backend.core.kernels import OPS_MODULE
+
+if TYPE_CHECKING:
+    import torch
 
 
 def cuda_ops_module(arch: str) -> jit.ModuleSpec:

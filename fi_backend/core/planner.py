@@ -18,11 +18,15 @@ from fi_backend.core.spec import AttentionSpec
 from fi_backend.core.variant import AttentionVariant
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
     from torch import Tensor
 
     from fi_backend.core.page_table import PageTable
     from fi_backend.core.prefix_forest import PrefixForest
+
+    _Ints = Tensor | npt.NDArray[np.int32]
+    _Bytes = Tensor | npt.NDArray[np.uint8]
 
 MODULE = jit.ModuleSpec(
     name="planner",
@@ -193,7 +197,7 @@ class Planner:
         self._on_device: dict[torch.device, tuple[Any, Tensor, int]] = {}
 
     def plan(
-        self, qo_indptr: Tensor, kv_lens: Tensor, buffer: Tensor, forest: PrefixForest | None = None
+        self, qo_indptr: _Ints, kv_lens: _Ints, buffer: _Bytes, forest: PrefixForest | None = None
     ) -> None:
         """Write the plan of one step.
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 DEVICES = ("cpu", "cuda")
 CUDA_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 192), (256, 256), (192, 128))
 CUDA_DTYPES = ("float16", "bfloat16")
+# Kernels step over keys by whole tiles in 32 bits.
+MAX_KV_LEN = 2**31 - 128
 # The largest KV tile of the CUDA kernels: a state ends between two of them.
 _CUDA_KV_TILE = 64
 

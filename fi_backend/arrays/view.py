@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays as kernels take them: views of the same memory that keep it alive, with dtypes that NumPy lacks."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fi_backend.arrays import capsule as described
+from fi_backend.arrays.library import Array, Library, device_of, expect_array, library_of
+from fi_backend.core.jit.ffi import tvm_ffi
+
+RAW: Final = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+"""What arrays of these dtypes are where a library does not have them: raw bits."""
+_VERSION: Final = (1, 0)
+
+
+def dtype_name(array: Any) -> str:
+    """Return the name of the dtype, such as "bfloat16", in whichever library's words it comes."""
+    return str(array.dtype).removeprefix("torch.")
+
+
+def view(name: str, array: Array, *, stream: int = 0, writable: bool = False, raw: str | None = None) -> Any:
+    """Return a tvm_ffi.Tensor over the memory of `array`, which it keeps alive; nothing is copied.
+
+    name: of the argument, for errors. stream: handle of the CUDA stream on which it will be used; the array's
+    library makes that stream wait for what it has queued. writable: whether it will be written. raw: the
+    dtype that unsigned integers of its size are the bits of, such as "bfloat16" for uint16. Raises TypeError
+    or ValueError naming the argument.
+    """
+    expect_array(name, array)
+    dtype = dtype_name(array)
+    retyped = dtype if dtype in RAW else raw if raw is not None and RAW.get(raw) == dtype else None
+    library = library_of(array)
+    if writable:
+        _expect_writable(name, array, library)
+    try:
+        if library is Library.NUMPY:
+            capsule = _numpy_capsule(array, retyped)
+        else:
+            capsule = _capsule(name, array, stream)
+    except (BufferError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{name}: expected an array that DLPack can describe; got one of {library.value} that it cannot: "
+            f"{error}"
+        ) from error
+    if writable and described.flags(capsule) & (described.READ_ONLY | described.COPIED):
+        raise _read_only(name)
+    if retyped is not None:
+        described.set_dtype(capsule, retyped)
+    return tvm_ffi().from_dlpack(capsule)
+
+
+def host_view(name: str, array: Array) -> npt.NDArray[Any]:
+    """Return an array of integers in host memory as NumPy's, without a copy; it keeps the memory alive.
+
+    Raises TypeError or ValueError naming the argument.
+    """
+    expect_array(name, array)
+    if isinstance(array, np.ndarray):
+        return array
+    if (device := device_of(name, array)) != "cpu":
+        raise ValueError(
+            f"{name}: expected an array in host memory; got one on {device}. Copy it to the host first, "
+            "which waits for the device."
+        )
+    return np.from_dlpack(view(name, array))
+
+
+def _numpy_capsule(array: Any, retyped: str | None) -> object:
+    # Neither has NumPy a name for these dtypes in DLPack, nor older releases one for read-only memory.
+    plain = array if retyped is None else array.view(RAW[retyped])
+    return described.writable(plain).__dlpack__()
+
+
+def _capsule(name: str, array: Any, stream: int) -> object:
+    keywords: dict[str, Any] = {}
+    if device_of(name, array) != "cpu":
+        keywords["stream"] = stream or 1  # 0 is ambiguous in the protocol, which numbers the default stream 1
+    elif library_of(array) is Library.JAX:
+        array.block_until_ready()
+    try:
+        return array.__dlpack__(**keywords, max_version=_VERSION)
+    except TypeError:  # a producer of the protocol's first version
+        return array.__dlpack__(**keywords)
+
+
+def _expect_writable(name: str, array: Any, library: Library) -> None:
+    if library is Library.JAX:
+        raise ValueError(
+            f"{name}: expected an array that can be written; got one of JAX, whose arrays cannot. Leave it "
+            "out where a result is returned, or keep what is written in NumPy, CuPy or torch."
+        )
+    if library is Library.NUMPY and not array.flags.writeable:
+        raise _read_only(name)
+
+
+def _read_only(name: str) -> ValueError:
+    return ValueError(f"{name}: expected an array that can be written; got a read-only one. Pass a copy.")

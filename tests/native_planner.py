@@ -63,11 +63,12 @@ def plan_shared_as_device(
     seed: int = 1,
     limits: torch.Tensor | None = None,
     tally: torch.Tensor | None = None,
+    others: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> Plan:
-    """Find prefixes and plan in a cluster, `blocks`: threads and blocks of it, "128_2".
+    """Find prefixes and plan in a cluster, `blocks`: threads and blocks of it, "128_3".
 
-    counts: int64 [4], filled with the fields of BlockCounts (unit/native/fiber_block.h).
+    others: int32 as the table's indices, which all blocks but the first see in their place. counts: int64 [4], filled with the fields of BlockCounts (unit/native/fiber_block.h).
     """
     memory = _Memory(planner, seed)
     plan = getattr(module(), f"plan_shared_{blocks}")
@@ -84,6 +85,7 @@ def plan_shared_as_device(
         tally,
         *memory.tensors,
         seed,
+        others,
         torch.empty(4, dtype=torch.int64) if counts is None else counts,
     )
     return memory.plan()

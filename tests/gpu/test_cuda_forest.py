@@ -8,7 +8,6 @@ is left is the cluster itself.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,19 +15,16 @@ import torch
 from examples import share
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import COSTS
+from prefix_tables import BATCH, PAGE, SHAPES, serving_planner
 from shared_cases import SharedCase, shared_cases
 from shared_tables import assert_same_bytes, host_plan, page_table, random_case, tree
 
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.plan import Plan
-from fi_backend.core.planner import Limits, Planner
+from fi_backend.core.planner import Planner
 from fi_backend.core.prefix_forest import PrefixForest
-from fi_backend.core.sharing import SharingLimits
-from fi_backend.core.spec import AttentionSpec
 
 pytestmark = pytest.mark.gpu
-PAGE = 16
 
 
 def on_device(table: PageTable) -> PageTable:
@@ -89,64 +85,6 @@ def test_bytes_equal_the_hosts(case: SharedCase, data: st.DataObject) -> None:
 )
 def test_steps_of_any_size(case: SharedCase) -> None:
     assert assert_same_plan(case).header["num_nodes"] > 0
-
-
-BATCH = 256
-
-
-def serving_planner(max_kv_len: int) -> Planner:
-    return Planner(
-        AttentionSpec(32, 8, 128, page_size=PAGE),
-        Limits(BATCH, 8192, max_kv_len),
-        num_ctas=132,
-        costs=COSTS["gpu"],
-        tiles=(16, 128),
-        sharing=SharingLimits.for_limits(BATCH, 8192),
-    )
-
-
-def nothing(pages: int) -> np.ndarray:
-    return np.arange(BATCH * pages, dtype=np.int32).reshape(BATCH, pages)
-
-
-def one_prompt(pages: int) -> np.ndarray:
-    table = nothing(pages)
-    table[:, : pages - 8] = table[0, : pages - 8]
-    return table
-
-
-def groups(pages: int) -> np.ndarray:
-    """Half of the pages are a prompt of all, a quarter one of 32 groups, whose requests come in turn."""
-    table = nothing(pages)
-    table[:, : pages // 2] = table[0, : pages // 2]
-    for g in range(32):
-        table[g::32, pages // 2 : pages * 3 // 4] = table[g, pages // 2 : pages * 3 // 4]
-    return table
-
-
-def four_levels(pages: int) -> np.ndarray:
-    """All, 4 groups, 16 and 64 of them, at each eighth of the pages."""
-    table = nothing(pages)
-    for depth, count in enumerate((1, 4, 16, 64)):
-        begin, end = depth * pages // 5, (depth + 1) * pages // 5
-        for g in range(count):
-            table[g::count, begin:end] = table[g, begin:end]
-    return table
-
-
-def pairs(pages: int) -> np.ndarray:
-    table = nothing(pages)
-    table[BATCH // 2 :, : pages - 8] = table[: BATCH // 2, : pages - 8]
-    return table
-
-
-SHAPES: dict[str, Callable[[int], np.ndarray]] = {
-    "nothing": nothing,
-    "one prompt": one_prompt,
-    "groups": groups,
-    "four levels": four_levels,
-    "pairs": pairs,
-}
 
 
 class Step:

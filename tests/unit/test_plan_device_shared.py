@@ -21,7 +21,7 @@ from fi_backend.core.spec import AttentionSpec
 
 
 def assert_same_plan(
-    case: SharedCase, blocks: str = "128_2", seed: int = 1, limits: torch.Tensor | None = None
+    case: SharedCase, blocks: str = "128_3", seed: int = 1, limits: torch.Tensor | None = None
 ) -> Plan:
     planner, table = case.planner(), page_table(case)
     host = host_plan(planner, case, table, limits)
@@ -59,7 +59,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("blocks", ["128_2", "512_1"])
+@pytest.mark.parametrize("blocks", ["128_3", "512_1"])
 @pytest.mark.parametrize("case", STEPS.values(), ids=STEPS)
 def test_steps_of_any_size(case: SharedCase, blocks: str) -> None:
     assert_same_plan(case, blocks)
@@ -82,7 +82,7 @@ def test_limits_of_the_caller(case: SharedCase, data: st.DataObject) -> None:
 def test_without_anything_shared_the_plan_is_the_flat_one() -> None:
     case = SharedCase(paths=((),) * 9, run_pages={}, q_lens=(1,) * 9, own=tuple(range(100, 1000, 100)))
     planner = case.planner()
-    device = plan_shared_as_device(planner, case.plan_case.qo_indptr(), page_table(case), "128_2", 3)
+    device = plan_shared_as_device(planner, case.plan_case.qo_indptr(), page_table(case), "128_3", 3)
     assert device.tobytes() == case.plan_case.plan(planner).tobytes()
 
 
@@ -97,7 +97,7 @@ def test_bad_lengths_give_a_plan_without_items() -> None:
     case = tree(2, 4, root_pages=20, group_pages=20)
     planner, table = case.planner(), page_table(case)
     table.kv_lens[3] = -1
-    plan = plan_shared_as_device(planner, case.plan_case.qo_indptr(), table, "128_2", 1)
+    plan = plan_shared_as_device(planner, case.plan_case.qo_indptr(), table, "128_3", 1)
     assert plan.header["magic"] == PLAN_MAGIC
     assert plan.header["num_items"] == plan.header["num_nodes"] == 0
 
@@ -105,7 +105,7 @@ def test_bad_lengths_give_a_plan_without_items() -> None:
 def wrong(planner: Planner, case: SharedCase, match: str, **fields: object) -> None:
     with pytest.raises(ValueError, match=match):
         plan_shared_as_device(
-            planner, case.plan_case.qo_indptr(), replace(page_table(case), **fields), "128_2", 1
+            planner, case.plan_case.qo_indptr(), replace(page_table(case), **fields), "128_3", 1
         )
 
 

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def device_counts(case: SharedCase, start: tuple[int, int, int] = (0, 0, 0)) -> Saved:
     tally = torch.tensor(start, dtype=torch.int64)
-    plan_shared_as_device(case.planner(), case.plan_case.qo_indptr(), page_table(case), "128_2", tally=tally)
+    plan_shared_as_device(case.planner(), case.plan_case.qo_indptr(), page_table(case), "128_3", tally=tally)
     return Saved(*tally.tolist())
 
 

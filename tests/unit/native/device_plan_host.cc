@@ -38,18 +38,21 @@ void plan(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorVie
   }
 }
 
-// counts: int64 [4], the fields of BlockCounts.
+// others: int32 as indices, the table that all blocks but the first see, or none; counts: int64 [4], the
+// fields of BlockCounts.
 template <int kThreads, int kCtas>
 void plan_shared(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorView indices,
                  TensorView row_begin, TensorView row_end, int64_t step, int64_t page_size,
                  Optional<TensorView> limits, Optional<TensorView> tally, TensorView workspace,
-                 TensorView buffer, int64_t seed, TensorView counts) {
+                 TensorView buffer, int64_t seed, Optional<TensorView> others, TensorView counts) {
   using Block = FiberBlock<kThreads, kCtas>;
   using Thread = typename Block::Thread;
   using Memory = DeviceShareMemory<Thread, (kCtas > 1)>;
   const DeviceShareArgs args =
       bind::device_share_args(config, qo_indptr, kv_lens, indices, row_begin, row_end, step, page_size,
                               limits, tally, workspace, buffer, bind::kHost);
+  DeviceShareArgs of_others = args;
+  if (others.has_value()) of_others.forest.rows.indices = bind::data<const int32_t>(others.value());
   static const auto block = std::make_unique<Block>();
   static std::vector<std::byte> memory(kCtas * sizeof(Memory));
   std::memset(memory.data(), int(seed % 251), memory.size());
@@ -57,7 +60,7 @@ void plan_shared(TensorView config, TensorView qo_indptr, TensorView kv_lens, Te
     block->run(
         [&](Thread& thread) {
           auto* own = reinterpret_cast<Memory*>(memory.data()) + thread.cta();
-          fi::plan_shared(thread, args, *own);
+          fi::plan_shared(thread, thread.cta() == 0 ? args : of_others, *own);
         },
         uint64_t(seed));
   } catch (const std::runtime_error& e) {
@@ -73,7 +76,7 @@ void plan_shared(TensorView config, TensorView qo_indptr, TensorView kv_lens, Te
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_128, fi::test::plan<128>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_512, fi::test::plan<512>);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_shared_128_2, (fi::test::plan_shared<128, 2>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_shared_128_3, (fi::test::plan_shared<128, 3>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_shared_512_1, (fi::test::plan_shared<512, 1>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_shared_512_8, (fi::test::plan_shared<512, 8>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_words, fi::bind::device_workspace_words);

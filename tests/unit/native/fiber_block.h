@@ -163,6 +163,7 @@ class FiberBlock {
 
   struct Fiber {
     ucontext_t context;
+    bool at_cluster_barrier = false;
   };
   struct Cta {
     int waiting = 0;
@@ -178,6 +179,7 @@ class FiberBlock {
     Thread t(*self, thread);
     (*self->body_)(t);
     ++self->done_;
+    self->meet_cluster();
   }
 
   void suspend() { swapcontext(&fibers_[size_t(running_)].context, &scheduler_); }
@@ -204,13 +206,23 @@ class FiberBlock {
   }
 
   void wait_cluster() {
-    if (++waiting_ == kFibers) {
-      waiting_ = 0;
-      ++counts_.cluster_barriers;
-      end_interval();
-      for (int t = 0; t < kFibers; ++t) ready_.push_back(t);
-    }
+    ++waiting_;
+    fibers_[size_t(running_)].at_cluster_barrier = true;
+    meet_cluster();
     suspend();
+  }
+
+  // A barrier of the cluster does not wait for threads that have ended (PTX ISA, barrier.cluster).
+  void meet_cluster() {
+    if (waiting_ == 0 || waiting_ + done_ < kFibers) return;
+    waiting_ = 0;
+    ++counts_.cluster_barriers;
+    end_interval();
+    for (int t = 0; t < kFibers; ++t) {
+      bool& waits = fibers_[size_t(t)].at_cluster_barrier;
+      if (waits) ready_.push_back(t);
+      waits = false;
+    }
   }
 
   const uint64_t* wait_warp(int kind, int half, uint64_t v) {

@@ -21,6 +21,8 @@ from fi_backend.core.kernels import OPS_MODULE
 
 _ALIGNMENT = 64  # of kernels' scratch memory, and what JAX asks of memory that it takes over
 
+_INDEX = ("qo_indptr", "row_begin", "row_end", "kv_lens")
+
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
     """Return new memory that starts at a multiple of 64 bytes."""
@@ -96,7 +98,7 @@ class HostStep:
 
     def publish(self, arrays: tuple[npt.NDArray[Any], ...], stream: int) -> tuple[Any, ...]:  # noqa: ARG002
         """Return views of the arrays; the plan was written where it is read."""
-        return tuple(view("index array", array) for array in arrays)
+        return tuple(view(name, array) for name, array in zip(_INDEX, arrays, strict=True))
 
     def order(self, stream: int) -> None:
         """Do nothing: what was published is there."""

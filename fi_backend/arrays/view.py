@@ -50,7 +50,11 @@ def view(name: str, array: Array, *, stream: int = 0, writable: bool = False, ra
         raise _read_only(name)
     if retyped is not None:
         described.set_dtype(capsule, retyped)
-    return tvm_ffi().from_dlpack(capsule)
+    viewed = tvm_ffi().from_dlpack(capsule)
+    if any(stride < 0 for stride in viewed.strides):
+        # Neither kernels nor the bounds that they are checked with count backwards.
+        raise ValueError(f"{name}: expected strides >= 0; got {viewed.strides}. Copy it.")
+    return viewed
 
 
 def host_view(name: str, array: Array) -> npt.NDArray[Any]:
@@ -70,6 +74,8 @@ def host_view(name: str, array: Array) -> npt.NDArray[Any]:
 
 
 def _numpy_capsule(array: Any, retyped: str | None) -> object:
+    if not array.flags.aligned:
+        raise ValueError("its elements do not start at multiples of their size; copy it")
     # Neither has NumPy a name for these dtypes in DLPack, nor older releases one for read-only memory.
     plain = array if retyped is None else array.view(RAW[retyped])
     return described.writable(plain).__dlpack__()

@@ -52,6 +52,8 @@ def _row_stride(name: str, table: Tensor) -> int:
     strides = strides_of(table)
     if table.shape[1] > 1 and strides[1] != 1:
         raise _wrong(name, "unit stride in its second dimension", strides)
+    if strides[0] < 0:
+        raise _wrong(name, "a stride of 0 or more between its rows", strides)
     return strides[0]
 
 

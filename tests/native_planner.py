@@ -68,7 +68,8 @@ def plan_shared_as_device(
 ) -> Plan:
     """Find prefixes and plan in a cluster, `blocks`: threads and blocks of it, "128_3".
 
-    others: int32 as the table's indices, which all blocks but the first see in their place. counts: int64 [4], filled with the fields of BlockCounts (unit/native/fiber_block.h).
+    others: int32 as the table's indices, which all blocks but the first see in their place.
+    counts: int64 [4], filled with the fields of BlockCounts (unit/native/fiber_block.h).
     """
     memory = _Memory(planner, seed)
     plan = getattr(module(), f"plan_shared_{blocks}")

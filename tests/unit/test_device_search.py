@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a device searches tables for prefixes: what it costs, guesses that fail, tables that change meanwhile.
 
-Where no GPU is, the barriers of the first block are what can be counted of the time; docs/design/device_planner.md
-says what each is worth.
+Where no GPU is, the barriers of the first block are what can be counted of the time;
+docs/design/device_planner.md says what each is worth.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ seeds = st.integers(0, 2**31 - 1)
 @share(60)
 @given(seeds)
 def test_a_table_that_changes_gives_a_plan_all_the_same(seed: int) -> None:
-    """Blocks that see different tables find contradictions: the search ends, and what is planned can be run."""
+    """Blocks that see different tables contradict each other: the search ends, and its plan can be run."""
     case, other = random_case(seed), random_case(seed + 1)
     planner, table = case.planner(), page_table(case)
     assert table.indices is not None

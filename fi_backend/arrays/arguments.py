@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def scale_view(name: str, value: Any, place: HostPlace | CudaPlace, stream: int) -> Any:
     """Return a dequantisation scale as float32 [1] or what it is; raises TypeError naming the argument."""
     if isinstance(value, Real):
-        return place.scale(float(value))
+        return place.scale(float(value), stream)
     return view(name, value, stream=stream)
 
 

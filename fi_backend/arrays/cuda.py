@@ -17,7 +17,7 @@ from fi_backend.arrays.view import view
 from fi_backend.core.jit.arch import arch_of_capability
 from fi_backend.core.jit.ffi import tvm_ffi
 from fi_backend.core.ops_module import cuda_ops_module
-from fi_backend.errors import PlanError
+from fi_backend.errors import PlanError, UnsupportedError
 
 _SLOTS = 4
 _ALIGNMENT = 64
@@ -72,10 +72,15 @@ class CudaPlace:
         """Return a view of new memory, uint8 [size], that is zero."""
         return _view(driver.DeviceMemory(size, self.index), 0, size, "uint8")
 
-    def scale(self, value: float) -> Any:
-        """Return float32 [1]; new values are copied here, which a capture forbids."""
+    def scale(self, value: float, stream: int = 0) -> Any:
+        """Return float32 [1]; a new value is copied here, which a capture on `stream` forbids."""
         # Nothing is dropped: captured graphs hold the addresses.
         if value not in self._scales:
+            if driver.is_capturing(self.index, stream):
+                raise UnsupportedError(
+                    "k_scale, v_scale: expected a number that a call before the capture had, or an array; "
+                    f"got {value}, which would have to be copied to the device now."
+                )
             self._scales[value] = self.constant(np.full(1, value, dtype=np.float32))
         return self._scales[value]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -96,24 +96,28 @@ class DeviceMemory:
             _call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
 
     def __del__(self) -> None:
-        if hasattr(self, "address"):
-            # A process that is coming to its end may have no driver any more.
-            _library().cuMemFree_v2(ctypes.c_uint64(self.address))
+        # What was not allocated need not be freed, and a process that ends may have no driver any more.
+        with suppress(Exception), current(self.index):
+            address = ctypes.c_uint64(self.address)
+            _call("cuCtxSynchronize")
+            _call("cuMemFree_v2", address)
 
 
 class PinnedMemory:
     """Page-locked memory of the host, from which the device copies while the host goes on."""
 
     def __init__(self, size: int, index: int) -> None:
-        self.size = size
+        self.size, self._index = size, index
         address = _Pointer()
         with current(index):
             _call("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(max(size, 1)), 0)
         self.address = int(address.value or 0)
 
     def __del__(self) -> None:
-        if hasattr(self, "address"):
-            _library().cuMemFreeHost(_Pointer(self.address))
+        with suppress(Exception), current(self._index):
+            address = _Pointer(self.address)
+            _call("cuCtxSynchronize")  # a copy from here may be under way
+            _call("cuMemFreeHost", address)
 
 
 class Event:

@@ -64,7 +64,7 @@ class HostPlace:
         """Return a view of new memory, uint8 [size]."""
         return view("memory", aligned_empty((size,), np.uint8))
 
-    def scale(self, value: float) -> Any:
+    def scale(self, value: float, stream: int = 0) -> Any:  # noqa: ARG002
         """Return float32 [1]."""
         return _scale(value)
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from enum import Enum
 from typing import Any, Protocol
 
@@ -88,12 +87,14 @@ def current_stream(array: Array) -> int:
 
     JAX and libraries that are not told apart keep their streams to themselves: 0.
     """
-    finders: dict[Library, Callable[[], int]] = {
-        Library.CUPY: lambda: int(sys.modules["cupy"].cuda.get_current_stream().ptr),
-        Library.TORCH: lambda: int(sys.modules["torch"].cuda.current_stream(array.device).cuda_stream),  # type: ignore[attr-defined]
-    }
-    find = finders.get(library_of(array))
-    return 0 if find is None else find()
+    made: Any = array
+    library = library_of(array)
+    if library is Library.CUPY:
+        with made.device:
+            return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+    if library is Library.TORCH:
+        return int(sys.modules["torch"].cuda.current_stream(made.device).cuda_stream)
+    return 0
 
 
 def stream_handle(stream: object) -> int:

@@ -40,6 +40,8 @@ def view(name: str, array: Array, *, stream: int = 0, writable: bool = False, ra
         if library is Library.NUMPY:
             capsule = _numpy_capsule(array, retyped)
         else:
+            if library is Library.CUPY and retyped is not None:
+                array = array.view(RAW[retyped])  # type: ignore[attr-defined]
             capsule = _capsule(name, array, stream)
     except (BufferError, RuntimeError, ValueError) as error:
         raise ValueError(

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fi_backend.arrays on a CUDA device whose driver is ours: addresses, uploads, order, lifetimes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_driver_fake import DeviceArray, FakeDriver, contents
+
+from fi_backend.arrays import AttentionSpec, BatchAttention, PageTable, cuda_driver, place
+from fi_backend.arrays.cuda import CudaPlace, CudaStep
+from fi_backend.arrays.library import stream_handle
+from fi_backend.core import kernels
+from fi_backend.core.jit.ffi import tvm_ffi
+from fi_backend.errors import PlanError, UnsupportedError
+
+SPEC = AttentionSpec(4, 2, 64, dtype="float16", page_size=16)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    fake = FakeDriver()
+    monkeypatch.setattr(cuda_driver, "_library", lambda: fake)
+    cuda_driver._context.cache_clear()
+    place._cuda.cache_clear()
+    yield fake
+    gc.collect()
+    cuda_driver._context.cache_clear()
+    place._cuda.cache_clear()
+
+
+def index_arrays(requests: int) -> tuple[np.ndarray, ...]:
+    count = np.arange(requests + 1)
+    starts, begin = count.astype(np.int32), (100 * count[:-1]).astype(np.int64)
+    return starts, begin, begin + 7, (count[:-1] + 3).astype(np.int32)
+
+
+def test_a_step_is_uploaded_to_addresses_that_stay(driver: FakeDriver) -> None:
+    step = CudaStep(size=100, max_requests=5, index=1)
+    addresses = set()
+    for requests in (3, 5, 0, 3):
+        memory, buffer = step.host()
+        assert memory.shape == (100,)
+        assert buffer.data_ptr() == memory.ctypes.data
+        memory[:] = requests + 1
+        arrays = index_arrays(requests)
+        views = step.publish(arrays, stream=9)
+        assert (contents(step.plan) == requests + 1).all()
+        for view, array in zip((step.plan, *views), (memory, *arrays), strict=True):
+            assert view.__dlpack_device__() == (2, 1)
+            assert view.data_ptr() % 16 == 0
+            assert view.shape == array.shape
+            assert str(view.dtype) == str(array.dtype)
+            np.testing.assert_array_equal(contents(view), array)
+        addresses.add((step.plan.data_ptr(), *(view.data_ptr() for view in views)))
+    assert len(addresses) == 1
+
+
+def test_a_slot_is_written_again_once_its_copy_is_through(driver: FakeDriver) -> None:
+    step = CudaStep(size=8, max_requests=1, index=0)
+    for _ in range(6):
+        step.host()
+        step.publish(index_arrays(1), stream=5)
+    kinds = [entry for entry in driver.log if entry[0] != "copy"]
+    records = [("record", event, 5) for event in (1, 2, 3, 4)]
+    assert kinds == [*records, ("wait", 1), records[0], ("wait", 2), records[1]]
+
+
+def test_another_stream_waits_for_the_upload(driver: FakeDriver) -> None:
+    step = CudaStep(size=8, max_requests=1, index=0)
+    step.order(7)
+    assert driver.log == []
+    step.publish(index_arrays(1), stream=5)
+    step.order(5)
+    step.order(7)
+    assert [entry for entry in driver.log if entry[0] == "hold"] == [("hold", 7, 1)]
+
+
+def test_memory_is_freed_when_its_last_view_goes(driver: FakeDriver) -> None:
+    here = CudaPlace(0)
+    assert here.workers() == 132
+    assert here.arch == "sm_90a"
+    before = len(driver.memory)
+    zeros = here.empty(1000)
+    assert zeros.shape == (1000,)
+    assert not contents(zeros).any()
+    source = np.arange(6, dtype=np.float32).reshape(2, 3)
+    constant = here.constant(source[:, ::-1])
+    np.testing.assert_array_equal(contents(constant), source[:, ::-1])
+    again = constant
+    del constant, zeros
+    gc.collect()
+    assert len(driver.memory) == before + 1
+    np.testing.assert_array_equal(contents(again), source[:, ::-1])
+    del again
+    gc.collect()
+    assert len(driver.memory) == before
+
+
+def test_a_new_scale_is_no_part_of_a_capture(driver: FakeDriver) -> None:
+    here = CudaPlace(0)
+    one = here.scale(1.0)
+    driver.capturing = {3}
+    assert here.scale(1.0, 3) is one
+    with pytest.raises(UnsupportedError, match=r"^k_scale, v_scale: .*before the capture.*got 0\.5"):
+        here.scale(0.5, 3)
+    driver.capturing = set()
+    np.testing.assert_array_equal(contents(here.scale(0.5, 3)), [0.5])
+
+
+def test_a_device_that_is_not_there(driver: FakeDriver) -> None:
+    with pytest.raises(UnsupportedError, match=r"^device: expected a CUDA device that exists; got cuda:2"):
+        BatchAttention(SPEC, max_requests=1, max_tokens=1, max_kv_len=1, device="cuda:2")
+
+
+def test_streams_of_any_library() -> None:
+    assert stream_handle(7) == 7
+    assert stream_handle(SimpleNamespace(ptr=8)) == 8
+    assert stream_handle(SimpleNamespace(cuda_stream=9)) == 9
+    assert stream_handle(SimpleNamespace(__cuda_stream__=lambda: (0, 10), ptr=8)) == 10
+    with pytest.raises(
+        TypeError, match=r"^stream: expected an int or an object with __cuda_stream__; got str"
+    ):
+        stream_handle("7")
+
+
+class Kernel:
+    """A module whose kernel writes down what it was given, and on which stream."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.streams: list[int] = []
+        self.prepared = 0
+
+    def prepare(self, there: Any) -> None:
+        assert there.__dlpack_device__()[0] == 2
+        self.prepared += 1
+
+    def run(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
+        self.streams.append(tvm_ffi().get_raw_stream(tvm_ffi().device("cuda", 1)))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> Kernel:
+    fake = Kernel()
+    monkeypatch.setattr(kernels, "load_attention", lambda *_: fake)
+    return fake
+
+
+def inputs() -> tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray]:
+    q = np.zeros((3, 4, 64), np.float16)
+    k, v = np.zeros((2, 5, 16, 2, 64), np.float16)
+    return DeviceArray(q, 1), DeviceArray(k, 1), DeviceArray(v, 1), DeviceArray(np.zeros_like(q), 1)
+
+
+def planned(table: DeviceArray, stream: Any = 5) -> BatchAttention:
+    attention = BatchAttention(SPEC, max_requests=2, max_tokens=4, max_kv_len=64, device="cuda:1")
+    lens = np.array([20, 3], np.int32)
+    pages = PageTable.from_block_table(table, lens, page_size=16)
+    attention.plan(np.array([0, 1, 3], np.int32), pages, stream=stream)
+    return attention
+
+
+def test_a_call_is_queued_on_the_callers_stream(driver: FakeDriver, kernel: Kernel) -> None:
+    table = DeviceArray(np.array([[3, 1], [0, -1]], np.int32), 1)
+    attention = planned(table)
+    assert kernel.prepared == 1
+    q, k, v, out = inputs()
+    assert attention.run(q, k, v, out=out, stream=6) is out
+    assert kernel.streams == [6]
+    assert [array.streams for array in (q, k, v, out)] == [[6]] * 4
+    assert table.streams[-1] == 5
+    *inner, num_ctas, written, lse = kernel.calls[0]
+    assert num_ctas == 132
+    assert lse is None
+    assert written.data_ptr() == out.array.ctypes.data
+    assert inner[4].data_ptr() == table.array.ctypes.data
+    np.testing.assert_array_equal(contents(inner[3]), [0, 1, 3])
+    np.testing.assert_array_equal(contents(inner[5]), [0, 2])
+    np.testing.assert_array_equal(contents(inner[6]), [2, 4])
+    np.testing.assert_array_equal(contents(inner[7]), [20, 3])
+    # The upload was on another stream, and nobody knows on which one the result is read.
+    order = [entry for entry in driver.log if entry[0] in ("hold", "synchronize")]
+    assert order[-2:] == [("hold", 6, 1), ("synchronize", 6)]
+    assert tvm_ffi().get_raw_stream(tvm_ffi().device("cuda", 1)) == 0
+    assert attention.run(q, k, v, out=out) is out
+    assert q.streams[-1] == 1  # DLPack's number of CUDA's default stream
+    assert kernel.streams[-1] == 0
+
+
+def test_a_captured_call_keeps_its_arrays(driver: FakeDriver, kernel: Kernel) -> None:
+    attention = planned(DeviceArray(np.array([[3, 1], [0, -1]], np.int32), 1))
+    driver.capturing = {6}
+    with pytest.raises(PlanError, match=r"^plan\(\): expected a call outside of the capture"):
+        attention.plan(
+            np.array([0, 1, 3], np.int32),
+            PageTable.ragged(np.array([0, 4, 8], np.int32)),
+            stream=6,
+        )
+    memory = []
+    for _ in range(2):
+        q, k, v, out = inputs()
+        memory += [array.array.ctypes.data for array in (q, k, v, out)]
+        attention.run(q, k, v, out=out, stream=6)
+        kernel.calls.clear()
+        del q, k, v, out
+    gc.collect()
+    held = [part for call in attention._captured for part in (*call[0], call[1])]
+    assert set(memory) <= {part.data_ptr() for part in held if hasattr(part, "data_ptr")}
+
+
+def test_everything_lies_on_one_device(kernel: Kernel) -> None:
+    here = np.array([[3, 1], [0, -1]], np.int32)
+    with pytest.raises(PlanError, match=r"^page_table: expected pages on cuda:1; got them on cpu"):
+        planned(here)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"^page_table: expected pages on cuda:1; got them on cuda:0"):
+        planned(DeviceArray(here))
+    with pytest.raises(ValueError, match=r"^kv_lens: expected an array in host memory; got one on cuda:1"):
+        PageTable.from_block_table(DeviceArray(here, 1), DeviceArray(here[0], 1), page_size=16)
+    q, k, v, out = inputs()
+    attention = planned(DeviceArray(here, 1))
+    with pytest.raises(ValueError, match=r"^q: expected an array on cuda:1; got one on cpu"):
+        attention.run(q.array, k, v, out=out)
+    with pytest.raises(ValueError, match=r"^v_cache: expected an array on cuda:1; got one on cuda:0"):
+        attention.run(q, k, DeviceArray(v.array), out=out)
+    with pytest.raises(
+        TypeError, match=r"^out: expected an array, since DeviceArray has no __array_namespace__"
+    ):
+        attention.run(q, k, v)
+    assert kernel.calls == []

@@ -3,7 +3,7 @@
 # Runs the tests that need a CUDA device, each group in a process of its own, so that a kernel that hangs
 # costs one group and not the run.
 #
-#   scripts/gpu_tests.sh [all|tests|prefixes|faults|others|sanitizer|memcheck|racecheck]
+#   scripts/gpu_tests.sh [all|tests|prefixes|faults|arrays|others|sanitizer|memcheck|racecheck]
 #
 # PYTHON: the interpreter (default python3). PYTEST_ARGS: for pytest. LIMIT: seconds a group may take
 # (default 180). Exits with 1 if any group failed.
@@ -62,6 +62,9 @@ all | prefixes)
 esac
 case $what in
 all | faults) tests faults tests/gpu/test_cuda_attention_faults.py ;;
+esac
+case $what in
+all | arrays) tests arrays tests/gpu/test_cuda_attention_arrays.py ;;
 esac
 case $what in
 all | others)

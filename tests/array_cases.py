@@ -32,40 +32,72 @@ def to_jax(tensor: Tensor) -> Any:
     return importlib.import_module("jax.numpy").asarray(to_numpy(tensor))
 
 
-def to_tensor(array: Any) -> Tensor:
-    """A copy as a tensor."""
+def to_tensor(array: Any, raw: torch.dtype | None = None) -> Tensor:
+    """A copy as a tensor on the host. raw: what unsigned integers are the bits of."""
     if isinstance(array, Tensor):
-        return array.clone()
-    plain = np.array(array)
+        return array.cpu().clone()
+    plain = np.array(array.get() if hasattr(array, "get") else array)
+    if raw is not None and plain.dtype.kind == "u":
+        return torch.from_numpy(plain.view(str(_LACKING[raw]).removeprefix("torch."))).view(raw)
     for dtype, bits in _LACKING.items():
         if f"torch.{plain.dtype.name}" == str(dtype):
             return torch.from_numpy(plain.view(str(bits).removeprefix("torch."))).view(dtype)
     return torch.from_numpy(plain)
 
 
+def to_cupy(tensor: Tensor) -> Any:
+    """The same memory of a GPU as a CuPy array; raw bits where CuPy lacks the dtype."""
+    cupy = importlib.import_module("cupy")
+    bits = _LACKING.get(tensor.dtype)
+    if bits is None:
+        return cupy.from_dlpack(tensor)
+    return cupy.from_dlpack(tensor.view(bits)).view("u" + str(bits).removeprefix("torch."))
+
+
 LIBRARIES: dict[str, Callable[[Tensor], Any]] = {"numpy": to_numpy, "jax": to_jax, "torch": lambda t: t}
+GPU_LIBRARIES: dict[str, Callable[[Tensor], Any]] = {
+    "torch": lambda t: t,
+    "cupy": to_cupy,
+    "jax": lambda t: to_jax_device(t),
+}
 
 
-def converter(library: str) -> Callable[[Tensor], Any]:
-    """What makes arrays of a library of tensors on the CPU; skips where it is not installed."""
+def to_jax_device(tensor: Tensor) -> Any:
+    """A copy as a JAX array on the GPU where JAX has one, else skips."""
+    jax = importlib.import_module("jax")
+    try:
+        [device, *_] = jax.devices("gpu")
+    except RuntimeError as error:
+        pytest.skip(f"JAX sees no GPU: {error}")
+    return jax.device_put(to_numpy(tensor.cpu().contiguous()), device)
+
+
+def converter(library: str, device: str = "cpu") -> Callable[[Tensor], Any]:
+    """What makes arrays of a library of tensors on a device; skips where it is not installed."""
     pytest.importorskip(library)
-    return LIBRARIES[library]
+    return (LIBRARIES if device == "cpu" else GPU_LIBRARIES)[library]
+
+
+def host_converter(state: EngineState, convert: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """What makes index arrays: those of a GPU's batch are NumPy's, in host memory."""
+    return convert if state.batch.device == "cpu" else lambda tensor: to_numpy(tensor.cpu())
 
 
 def table_of(state: EngineState, convert: Callable[[Tensor], Any]) -> PageTable:
     """The batch's page table, of other arrays."""
     table, kind = state.table, state.batch.layout.table
-    lens, size = convert(table.kv_lens), table.page_size
+    host = host_converter(state, convert)
+    lens, size = host(table.kv_lens), table.page_size
     bounds = torch.cat([table.row_begin, table.row_end[-1:]])
     if kind == "ragged":
-        return PageTable.ragged(convert(bounds))
+        return PageTable.ragged(host(bounds))
     assert table.indices is not None
     indices = convert(table.indices)
     if kind == "csr":
-        return PageTable.from_csr(convert(bounds), indices, page_size=size, kv_lens=lens)
+        return PageTable.from_csr(host(bounds), indices, page_size=size, kv_lens=lens)
     if kind == "token":
         rows = table.row_begin // table.indices.stride(0)
-        return PageTable.from_token_table(indices, convert(rows), lens, page_size=size)
+        return PageTable.from_token_table(indices, host(rows), lens, page_size=size)
     return PageTable.from_block_table(indices, lens, page_size=size)
 
 
@@ -82,7 +114,7 @@ def attention_of(state: EngineState, convert: Callable[[Tensor], Any]) -> BatchA
         device=batch.device,
     )
     starts = torch.tensor([batch.layout.first_token, *batch.q_lens]).cumsum(0).to(torch.int32)
-    attention.plan(convert(starts), table_of(state, convert))
+    attention.plan(host_converter(state, convert)(starts), table_of(state, convert))
     return attention
 
 
@@ -90,11 +122,12 @@ def arguments(state: EngineState, convert: Callable[[Tensor], Any]) -> dict[str,
     """What run() takes beside queries and caches."""
 
     def scale(value: float | tuple[float, ...]) -> Any:
-        return convert(torch.tensor(value)) if isinstance(value, tuple) else value
+        return convert(torch.tensor(value, device=device)) if isinstance(value, tuple) else value
 
+    device = state.batch.device
     return {
         "k_scale": scale(state.batch.k_scale),
         "v_scale": scale(state.batch.v_scale),
-        "alibi_slopes": None if state.slopes is None else convert(state.slopes),
-        "sinks": None if state.sinks is None else convert(state.sinks),
+        "alibi_slopes": None if state.slopes is None else convert(state.slopes.to(device)),
+        "sinks": None if state.sinks is None else convert(state.sinks.to(device)),
     }

@@ -56,10 +56,14 @@ class BucketSort {
     if (first_round) m_.rank[warp_][k.bucket] = keys;
   }
 
-  // After the last count(); called by all threads.
-  FI_DEVICE void end_counting() {
+  // After the last count(); called by all threads. beside(1) is called by the warps from 1 on.
+  template <class Beside>
+  FI_DEVICE void end_counting(Beside beside) {
     block_.sync();
-    if (warp_ == 0) scan_positions();
+    if (warp_ == 0)
+      scan_positions();
+    else
+      beside(1);
     block_.sync();
   }
 

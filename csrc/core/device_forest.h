@@ -125,6 +125,7 @@ class ForestFinder {
       if (!holds_pages(a_.rows, begin, end, pages)) pages = 0;
     }
     m_.pages[r] = pages;
+    m_.q_len[r] = uint8_t(q_len);
     start(r);
   }
 

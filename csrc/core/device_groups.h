@@ -27,7 +27,7 @@ class RequestGroups {
   // A phase before anything else; clears the tables.
   FI_DEVICE void begin(int32_t requests) {
     requests_ = requests;
-    mask_ = kWarp - 1;
+    mask_ = 2 * kWarp - 1;  // a warp's tasks are of one table
     FI_ROLL
     while (mask_ + 1 < 2 * requests) mask_ = 2 * mask_ + 1;
     FI_ROLL
@@ -51,21 +51,21 @@ class RequestGroups {
   // Begins and, where something is shared, ends with a barrier.
   FI_DEVICE Groups find() {
     block_.sync();
+    // A half of the threads to each table, where that is enough.
     FI_ROLL
-    for (int32_t base = 0; base < requests_; base += kThreads) {
-      const int32_t r = base + thread_;
-      const bool active = r < requests_ && m_.state[r] == kActive;
-      const bool follows = r < requests_ && m_.leader[r] >= 0;
-      uint32_t pair = 0;
-      if (active || follows)
-        pair = uint32_t(m_.common[r]) * 0x85ebca6bu ^ uint32_t(m_.leader[r]) * 0xc2b2ae35u;
-      const auto same_pair = [&](int32_t other) {
-        return m_.common[other] == m_.common[r] && m_.leader[other] == m_.leader[r];
-      };
-      if (block_.ballot(active))
-        find_slot(m_.table, m_.slot, r, active, pair ^ uint32_t(active ? m_.next[r] : 0) * 0x9e3779b1u,
-                  [&](int32_t other) { return m_.next[other] == m_.next[r] && same_pair(other); });
-      if (block_.ballot(follows)) find_slot(m_.table + kPairSlots, m_.pair_slot, r, follows, pair, same_pair);
+    for (int32_t base = 0; base < slots(); base += kThreads) {
+      const int32_t task = base + thread_, r = task & mask_ >> 1;
+      const bool pairs = task > mask_ >> 1, valid = task < slots() && r < requests_;
+      const bool listed = valid && (pairs ? m_.leader[r] >= 0 : m_.state[r] == kActive);
+      if (!block_.ballot(listed)) continue;
+      uint32_t hash = 0;
+      if (listed) hash = uint32_t(m_.common[r]) * 0x85ebca6bu ^ uint32_t(m_.leader[r]) * 0xc2b2ae35u;
+      if (listed && !pairs) hash ^= uint32_t(m_.next[r]) * 0x9e3779b1u;
+      find_slot(pairs ? m_.table + kPairSlots : m_.table, pairs ? m_.pair_slot : m_.slot, r, listed, hash,
+                [&](int32_t other) {
+                  return (pairs || m_.next[other] == m_.next[r]) && m_.common[other] == m_.common[r] &&
+                         m_.leader[other] == m_.leader[r];
+                });
     }
     block_.sync();
     return look();

@@ -39,9 +39,11 @@ struct LevelsMemory {
   // Sums over the members, cleared while leaders are still read (DeviceShareMemory).
   uint32_t tokens[kForestRequests], members[kForestRequests];
   uint32_t below[kForestRequests], saved[kForestRequests];  // see compose_rules.h
-  int16_t kept[kForestRequests];   // the kept node that is or lies above this one, or -1
-  int16_t index[kForestRequests];  // among the kept ones, or -1
-  uint8_t above[kForestRequests];  // kept nodes above
+  int64_t overhead[kForestRequests];
+  uint32_t key_cost[kForestRequests];  // saturates
+  int16_t kept[kForestRequests];       // the kept node that is or lies above this one, or -1
+  int16_t index[kForestRequests];      // among the kept ones, or -1
+  uint8_t above[kForestRequests];      // kept nodes above
 };
 
 template <class Block>
@@ -69,8 +71,8 @@ class LevelChooser {
       m_.tokens[i] = m_.members[i] = m_.below[i] = m_.saved[i] = 0;
   }
 
-  // A phase before choose(); adds each request to its deepest node.
-  FI_DEVICE void add_requests(const PlannerConfig& c, const int32_t* qo_indptr) {
+  // A phase before choose(); adds each request to its deepest node. q_lens: of the members.
+  FI_DEVICE void add_requests(const PlannerConfig& c, const uint8_t* q_lens) {
     FI_ROLL
     for (int32_t base = 0; base < requests_; base += kThreads) {
       const int32_t r = base + thread_;
@@ -79,7 +81,7 @@ class LevelChooser {
       if (!valid) continue;
       uint32_t q_len = 0, cost = 0;
       if (node >= 0) {
-        q_len = uint32_t(qo_indptr[r + 1] - qo_indptr[r]);
+        q_len = q_lens[r];
         cost = uint32_t(member_key_cost(c, int32_t(q_len)));
       }
       // Mostly neighbours are members of one node, to which a warp then adds once.
@@ -140,10 +142,17 @@ class LevelChooser {
     block_.add(&m_.below[node], below);
   }
 
-  FI_DEVICE bool node_pays(const PlannerConfig& c, int32_t i, int32_t length) const {
+  // When the sums over the node's members are complete.
+  FI_DEVICE void weigh(const PlannerConfig& c, int32_t i) {
     const auto tokens = int32_t(m_.tokens[i]);
-    return pays(length, m_.below[i], node_key_cost(c, tokens),
-                node_overhead(c, tokens, int32_t(m_.members[i])));
+    const int64_t cost = node_key_cost(c, tokens);
+    m_.below[i] -= m_.saved[i];
+    m_.key_cost[i] = cost < kMaxInt32 ? uint32_t(cost) : uint32_t(kMaxInt32);
+    m_.overhead[i] = node_overhead(c, tokens, int32_t(m_.members[i]));
+  }
+
+  FI_DEVICE bool node_pays(int32_t i, int32_t length) const {
+    return pays(length, m_.below[i], m_.key_cost[i], m_.overhead[i]);
   }
 
   FI_DEVICE int32_t tokens_from(int32_t i) const { return n_.parent[i] < 0 ? 0 : tokens_to(n_.parent[i]); }
@@ -151,20 +160,19 @@ class LevelChooser {
   FI_DEVICE void add_to_parent(const PlannerConfig& c, int32_t i) {
     const uint32_t below = m_.below[i];
     uint32_t saved = m_.saved[i];
-    m_.below[i] = below - saved;
+    weigh(c, i);
     const int32_t parent = n_.parent[i];
-    if (node_pays(c, i, tokens_to(i) - tokens_from(i)))
-      saved = below - uint32_t(node_key_cost(c, int32_t(m_.tokens[i])));
+    if (node_pays(i, tokens_to(i) - tokens_from(i))) saved = below - m_.key_cost[i];
     add(parent, m_.tokens[i], m_.members[i], below);
     block_.add(&m_.saved[parent], saved);
   }
 
   FI_DEVICE void decide(const PlannerConfig& c, int32_t i) {
     const int32_t parent = n_.parent[i], above = parent < 0 ? -1 : m_.kept[parent];
-    if (parent < 0) m_.below[i] -= m_.saved[i];
+    if (parent < 0) weigh(c, i);
     const int32_t start = above < 0 ? 0 : tokens_to(above);
     const int32_t levels = above < 0 ? 0 : m_.above[above] + 1;
-    const bool kept = levels < c.sharing.max_levels && node_pays(c, i, tokens_to(i) - start);
+    const bool kept = levels < c.sharing.max_levels && node_pays(i, tokens_to(i) - start);
     m_.above[i] = uint8_t(levels);
     m_.kept[i] = kept ? int16_t(i) : int16_t(above);
   }

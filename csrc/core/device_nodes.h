@@ -35,28 +35,34 @@ class NodeEmitter {
         lane_(thread_ % kWarp),
         requests_(args.num_requests < kForestRequests ? args.num_requests : kForestRequests) {}
 
-  // With single rows, a phase before run(): how many members each node has among 32 requests.
+  // With single rows, a phase before put_single_rows(): how many members each node has among 32 requests.
   FI_DEVICE void count_members() {
-    const int32_t groups = (requests_ + kWarp - 1) / kWarp;
-    FI_ROLL
-    for (int32_t task = warp_; task < groups * kForestDepth; task += kWarps) {
-      const int32_t node = node_of(task, groups);
-      const uint32_t peers = find_peers(node);
+    for_tasks(0, [&](int32_t group, int32_t node, uint32_t peers) {
       if (node >= 0 && (peers & lanes_before()) == 0)
-        l_.counts[task % groups * count_.nodes + node] = int16_t(count_bits(peers));
-    }
+        l_.counts[group * count_.nodes + node] = int16_t(count_bits(peers));
+    });
+  }
+
+  // Of all nodes of a level at once, 32 requests a warp: a member's place is how many members come before it.
+  // By the warps from `first_warp` on; needs no barrier behind it.
+  FI_DEVICE void put_single_rows(int first_warp) {
+    for_tasks(first_warp, [&](int32_t group, int32_t node, uint32_t peers) {
+      if (node < 0) return;
+      int32_t before = count_bits(peers & lanes_before());
+      for (int32_t g = 0; g < group; ++g) before += l_.counts[g * count_.nodes + node];
+      put_single_row(node, group * kWarp + lane_, before);
+    });
   }
 
   // When tiles are cut. Returns how many words of reports there are. Without single rows it ends with a
   // barrier: merge units count their arrivals, node tiles know their report lists (kUnit). With them, both
-  // have been said where tiles were cut.
+  // have been said where tiles were cut, and put_single_rows() is still to come.
   template <class Collective>
   FI_DEVICE int32_t run(Collective& all) {
     FI_ROLL
     for (int32_t j = thread_; j < count_.nodes; j += kThreads)
       section<PrefixNode>(a_.layout.nodes)[j] = {l_.leader[j], l_.tokens_begin[j], l_.tokens[j], l_.end[j]};
     if (!count_.single_rows) return put_any_rows(all);
-    put_single_rows();
     return count_.tiles + count_.tokens;
   }
 
@@ -139,17 +145,21 @@ class NodeEmitter {
     return words;
   }
 
-  // All nodes of a level at once, 32 requests a warp: a member's place is how many members come before it.
-  FI_DEVICE void put_single_rows() {
+  // A task is a level and 32 requests: visit(group of requests, the node of this lane's request or -1, lanes
+  // with the same node).
+  template <class Visit>
+  FI_DEVICE void for_tasks(int first_warp, Visit visit) {
     const int32_t groups = (requests_ + kWarp - 1) / kWarp;
+    int log2 = 0;
+    while (1 << log2 < groups) ++log2;
+    const int64_t most = a_.config.sharing.max_levels;
+    const int32_t levels = most < kForestDepth ? int32_t(most) : kForestDepth;
     FI_ROLL
-    for (int32_t task = warp_; task < groups * kForestDepth; task += kWarps) {
-      const int32_t node = node_of(task, groups), group = task % groups;
+    for (int32_t task = warp_ - first_warp; task < levels << log2; task += kWarps - first_warp) {
+      const int32_t group = task & ((1 << log2) - 1), r = group * kWarp + lane_;
+      const int32_t node = r < requests_ ? l_.path[task >> log2][r] : -1;
       const uint32_t peers = find_peers(node);
-      if (node < 0) continue;
-      int32_t before = count_bits(peers & lanes_before());
-      for (int32_t g = 0; g < group; ++g) before += l_.counts[g * count_.nodes + node];
-      put_single_row(node, group * kWarp + lane_, before);
+      if (peers) visit(group, node, peers);
     }
   }
 
@@ -157,7 +167,7 @@ class NodeEmitter {
     const int32_t tokens = l_.tokens[j], row = before * a_.config.group;
     const int32_t number = l_.tile[j] + (row >> tile_log2(node_kind(a_.config, tokens)));
     const int32_t token = l_.tokens_begin[j] + before, own = tile_begin_[r];
-    section<int32_t>(a_.layout.node_tokens)[token] = a_.qo_indptr[r];
+    section<int32_t>(a_.layout.node_tokens)[token] = tiles_.at(kToken, own);
     // Behind the lists of all members before, and the lengths of these lists and of its own.
     section<int32_t>(a_.layout.reports)[number + token + 1] = tiles_.at(kUnit, own);
     put_parts(j, own, row);
@@ -165,13 +175,7 @@ class NodeEmitter {
 
   FI_DEVICE uint32_t lanes_before() const { return (1u << lane_) - 1; }
 
-  // The node of this lane's request: the task's number is level * groups + group of 32 requests.
-  FI_DEVICE int32_t node_of(int32_t task, int32_t groups) const {
-    const int32_t r = task % groups * kWarp + lane_;
-    return r < requests_ ? l_.path[task / groups][r] : -1;
-  }
-
-  // Lanes with the same node; by whole warps.
+  // Lanes with the same node, 0 where none has one; by whole warps.
   FI_DEVICE uint32_t find_peers(int32_t node) {
     uint32_t peers = block_.ballot(node >= 0);
     if (!peers) return 0;

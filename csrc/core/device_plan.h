@@ -152,7 +152,11 @@ class DevicePlanner {
       if (count_.nodes > 0) reports = emit_nodes(tile_begin, tiles, flat_tiles);
     if (thread_ == kThreads - 1)
       write_header(budgets_.chunk(0), use, a_.qo_indptr[a_.num_requests] - a_.qo_indptr[0], reports);
-    emit_items(tiles, int32_t(use[0]), sort_shift(greatest));
+    emit_items(tiles, int32_t(use[0]), sort_shift(greatest), [&](int first_warp) {
+      if constexpr (kShares)
+        if (count_.nodes > 0 && count_.single_rows)
+          node_emitter(tile_begin, tiles, flat_tiles).put_single_rows(first_warp);
+    });
   }
 
   template <class Tiles>
@@ -233,10 +237,11 @@ class DevicePlanner {
   FI_DEVICE int64_t make_tiles(const int32_t* tile_begin, Tiles tiles) {
     int64_t total = 0;
     const auto make = [&](int32_t request, int32_t tile, int32_t number) {
-      const int32_t q_len = a_.qo_indptr[request + 1] - a_.qo_indptr[request];
+      const int32_t token = a_.qo_indptr[request], q_len = a_.qo_indptr[request + 1] - token;
       const int kind = query_tile(c_, int64_t(q_len) * c_.group);
       const Tile t = make_tile(c_, request, q_len, a_.kv_lens[request], kind, number * tile_height(kind));
       set_tile(tiles, tile, t);
+      tiles.at(kToken, tile) = token;
       total += scale_cost(tile_cost(c_, kind, t.kv_end - t.kv_begin), a_.cost_shift);
     };
     FI_ROLL
@@ -338,7 +343,7 @@ class DevicePlanner {
         request, tiles.at(kQBegin, t), q_rows,
         // A single row is in one tile of each node above.
         s.chunks + (count_.single_rows ? shared : 0), int32_t(before[2]),
-        int32_t(before[2] + s.states + uint32_t(shared)), level == kOwn ? a_.qo_indptr[request] : -1, 0};
+        int32_t(before[2] + s.states + uint32_t(shared)), level == kOwn ? tiles.at(kToken, t) : -1, 0};
   }
 
   // The report list of a node's tile whose members each have one row of query tokens: its length is known.
@@ -360,7 +365,10 @@ class DevicePlanner {
     ItemKey k;
     int bucket = 0;
     if (item < num_items) {
-      k.tile = num_items == num_tiles_ ? item : find_last(&tiles.at(kFirstItem, 0), num_tiles_, item);
+      // Each tile has an item, so that the item's own lies at most as far before as there are more items.
+      const int32_t more = num_items - num_tiles_, from = item > more ? item - more : 0;
+      const int32_t to = item < num_tiles_ ? item : num_tiles_ - 1;
+      k.tile = from + find_last(&tiles.at(kFirstItem, from), to - from + 1, item);
       bucket = sort_bucket(uint32_t(item_of(tiles, item, k.tile).cost), shift);
     }
     k.key = sort_.key(bucket, item < num_items);
@@ -388,9 +396,10 @@ class DevicePlanner {
                      chunk_rows);
   }
 
-  // A round of kThreads items after the other; warps without an item skip what whole warps do.
-  template <class Tiles>
-  FI_DEVICE void emit_items(Tiles tiles, int32_t num_items, int shift) {
+  // A round of kThreads items after the other; warps without an item skip what whole warps do. beside: called
+  // by the warps from the given one on while the others place buckets.
+  template <class Tiles, class Beside>
+  FI_DEVICE void emit_items(Tiles tiles, int32_t num_items, int shift, Beside beside) {
     ItemKey k;
     FI_ROLL
     for (int32_t base = 0; base + warp_ * kWarp < num_items; base += kThreads) {
@@ -398,7 +407,7 @@ class DevicePlanner {
       sort_.count(next.key, base == 0);
       if (base == 0) k = next;
     }
-    sort_.end_counting();
+    sort_.end_counting(beside);
     FI_ROLL
     for (int32_t base = 0;; base += kThreads) {
       const uint32_t at = sort_.place(k.key);

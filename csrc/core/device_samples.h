@@ -29,6 +29,7 @@ struct ForestMemory {
   int16_t slot[kForestRequests];
   int16_t pair_slot[kForestRequests];
   uint8_t state[kForestRequests];  // RequestState
+  uint8_t q_len[kForestRequests];  // query tokens, where pages > 0
   int32_t broken;
 };
 
@@ -48,9 +49,10 @@ struct ForestPairs {
 template <class Block>
 class LeaderSamples {
  public:
-  static constexpr int kThreads = Block::kThreads, kMost = 8, kUnroll = 4;
+  static constexpr int kThreads = Block::kThreads, kMost = 5, kUnroll = 4;
 
-  // slots: of the table of groups, at least two a request; longest: pages of a row.
+  // slots: of the table of groups, a power of two from 64 on, at least two a request; longest: pages of a
+  // row.
   FI_DEVICE LeaderSamples(Block& block, ForestMemory& memory, ForestPairs& pairs, const PageRows& rows,
                           int32_t slots, int32_t requests, int32_t longest)
       : block_(block),
@@ -97,7 +99,7 @@ class LeaderSamples {
   }
 
  private:
-  // A task is a request in a column; tasks of a warp are mostly in one.
+  // A task is a request in a column; the tasks of a warp are in one.
   FI_DEVICE int32_t request(int32_t task) const { return task & (width_ - 1); }
   FI_DEVICE int32_t column(int32_t task) const { return int32_t(uint32_t(task) / uint32_t(width_)); }
   FI_DEVICE int32_t depth(int32_t task) const { return unit_ * (2 * column(task) + 1); }
@@ -121,9 +123,8 @@ class LeaderSamples {
       const uint32_t bits = valid ? uint32_t(p_.page[task]) & kPageBits : 0;
       const int32_t table = slots_ * (1 + column(task));
       const int first = lowest_bit(lanes), lane = thread_ % kWarp;
-      const uint32_t key = bits ^ uint32_t(column(task)) << 24;
-      const uint32_t first_key = block_.shuffle(key, first);
-      const bool alike = !block_.ballot(valid && key != first_key);
+      const uint32_t first_bits = block_.shuffle(bits, first);
+      const bool alike = !block_.ballot(valid && bits != first_bits);
       if (valid && (!alike || lane == first))
         slot = take_slot(table, int32_t(bits * kForestRequests) | request(task));
       if (alike) {

@@ -48,7 +48,9 @@ struct DeviceShareMemory {
     NodeTables tables;
   };
   // Of the leaders, what is read until nodes are placed lies behind the sums.
-  static_assert(offsetof(LevelsMemory, kept) <= offsetof(ForestMemory, table) + kPairSlots * sizeof(int32_t));
+  static_assert(offsetof(LevelsMemory, overhead) <=
+                offsetof(ForestMemory, table) + kPairSlots * sizeof(int32_t));
+  static_assert(sizeof(LevelsMemory) <= offsetof(ForestMemory, q_len));
 
   FI_DEVICE Planning& planning() {
     if constexpr (kBeside)
@@ -84,7 +86,7 @@ FI_DEVICE LevelCounts choose_levels(Block& block, GroupScan<Block>& scan, const 
       ForestNodeBuilder<Block, GroupScan<Block>>(block, scan, m.leaders, requests, m.sorting, m.nodes)
           .run(
               pairs, args.forest.max_depth, [&] { chooser.clear(); },
-              [&] { chooser.add_requests(plan.config, plan.qo_indptr); });
+              [&] { chooser.add_requests(plan.config, m.leaders.q_len); });
   return chooser.choose(plan.config, nodes);
 }
 

@@ -17,6 +17,7 @@ enum TileField {
   kKvBegin,
   kKvEnd,
   kShape,
+  kToken,  // the first query token of a request
   kChunkLen,
   kChunks,
   kFirstItem,

@@ -99,8 +99,9 @@ class HeadMaskStep:
                 seen = visible(*seen.shape, self.spec.causal, self.spec.window_left, seen)
                 kv = head * HKV // HQ
                 q, k, v = self.q[rows, head, None], self.keys[r][:, kv, None], self.values[r][:, kv, None]
-                o, expected_lse = attention(q, k, v, causal=False, mask=seen)
-                amplitude, _ = attention(q, k, v.abs(), causal=False, mask=seen)
+                rule: dict[str, Any] = {"causal": False, "mask": seen, "soft_cap": self.spec.logits_soft_cap}
+                o, expected_lse = attention(q, k, v, **rule)
+                amplitude, _ = attention(q, k, v.abs(), **rule)
                 name, factor = f"request {r}, head {head}", float(scale[head])
                 assert_close(name, out[rows, head, None], o * factor, amplitude=amplitude * factor)
                 assert_lse_close(name, lse[rows, head, None], expected_lse)

@@ -44,6 +44,8 @@ class BlockSelection:
         self._table = torch.zeros(shape, dtype=torch.int32, device=device)
         self._kv_lens = torch.zeros(max_rows * num_heads, dtype=torch.int32, device=device)
         self._heads = torch.arange(num_heads, device=device).view(1, -1, 1)
+        # Makes the row bounds, so that the first table may be filled inside a capture.
+        PageTable.from_block_table(self._table[:, :max_blocks], self._kv_lens, page_size=page_size)
 
     @property
     def max_kv_len(self) -> int:

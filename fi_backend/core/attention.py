@@ -144,7 +144,7 @@ class BatchAttention:
             if self.spec.causal or self.spec.window_left >= 0:
                 raise PlanError(
                     "page_table: BlockSparse rows carry no token positions; expected a spec with "
-                    "causal=False and window_left=-1. Put the mask into the blocks; BlockSparseAttention is causal."
+                    "causal=False and window_left=-1. BlockSparseAttention takes causal masks of blocks."
                 )
             page_table = page_table.to_page_table()
         expect_table(self.spec, self.device, qo_indptr, page_table)

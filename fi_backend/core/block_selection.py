@@ -19,7 +19,8 @@ class BlockSelection:
     table has the rows of one head after those of another, in place of the heads of one row.
 
     Nothing waits for the device; a captured CUDA graph may fill, plan and run. Blocks are read in ascending
-    order, whatever the order of the choice.
+    order, whatever the order of the choice, as if they were neighbours: positions count chosen keys, so that
+    windows and ALiBi are for specs without a choice (spec_of_head() refuses them).
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from fi_backend.core.attention import BatchAttention
 from fi_backend.core.attention_checks import expect_tensor
 from fi_backend.core.block_selection import BlockSelection
 from fi_backend.core.block_sparse import BlockSparse
-from fi_backend.core.head_pages import HeadPages, PageSteps, spec_of_head
+from fi_backend.core.head_pages import HeadPages, PageSteps, expect_no_positions, spec_of_head
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.plan import Plan
 from fi_backend.core.spec import AttentionSpec
@@ -48,7 +48,7 @@ class BlockSparseAttention:
         for name, value in (("num_rows", num_rows), ("num_cols", num_cols), ("block_rows", block_rows)):
             if value < 1:
                 raise ValueError(f"{name}: expected 1 or more; got {value}.")
-        _refuse(spec)
+        expect_no_positions(spec)
         if spec.causal and num_cols < num_rows:
             raise ValueError(
                 f"num_cols: expected at least the {num_rows} query tokens with causal=True, which stand at "
@@ -85,7 +85,7 @@ class BlockSparseAttention:
         self._kv_lens = ends.int().to(device)
         self._own = self._own_blocks(starts, ends).to(device) if spec.causal else None
         self._steps = PageSteps.contiguous(self.col_blocks, spec.page_size, spec.num_kv_heads)
-        self._planned = self._steps
+        self._filled: PageSteps | None = None  # by the last mask; None where none is planned
         dtype, group = getattr(torch, spec.dtype), spec.num_qo_heads // num_heads
         rows = num_heads * num_rows if num_heads > 1 else 0
         self._q = torch.empty(rows, group, spec.head_dim, dtype=dtype, device=device)
@@ -109,8 +109,11 @@ class BlockSparseAttention:
         more than max_blocks gives NaN.
         """
         if isinstance(mask, BlockSparse):
-            return self.attention.plan(self._qo_indptr, self._expect_matrix(mask).to_page_table())
-        return self.attention.plan(self._qo_indptr, self._fill(mask, caches))
+            table = self._expect_matrix(mask).to_page_table()
+            self._filled = None
+        else:
+            table = self._fill(mask, caches)
+        return self.attention.plan(self._qo_indptr, table)
 
     def update(self, mask: Tensor, caches: tuple[Tensor, Tensor] | None = None) -> None:
         """Choose other blocks under the plan that is there: results are the mask's, only the balance is not.
@@ -121,6 +124,10 @@ class BlockSparseAttention:
         if self.spec.batch_invariant:
             raise UnsupportedError(
                 "update: expected batch_invariant=False; got True. Call plan() for each mask."
+            )
+        if self._filled is None:
+            raise PlanError(
+                "update: expected plan() to have been given a mask; got no plan, or that of a BlockSparse."
             )
         self._fill(mask, caches)
 
@@ -134,10 +141,13 @@ class BlockSparseAttention:
         by_row = by_row.expand(-1, self.num_heads, -1)
         if self._own is not None:
             by_row = by_row | self._own
-        pages = None
-        if self.num_heads > 1:
-            pages = self._planned = HeadPages(*self._paged(*caches)).steps if caches else self._steps
-        return self._selection.fill_mask(by_row, self._kv_lens, pages=pages)
+        steps = self._steps
+        if caches and self.num_heads > 1:
+            steps = HeadPages(*self._paged(*caches)).steps
+        pages = steps if self.num_heads > 1 else None
+        table = self._selection.fill_mask(by_row, self._kv_lens, pages=pages)
+        self._filled = steps
+        return table
 
     def _expect_matrix(self, matrix: BlockSparse) -> BlockSparse:
         if self.spec.causal or self.num_heads > 1:
@@ -196,7 +206,7 @@ class BlockSparseAttention:
         if lse is not None:
             _expect_like("lse", lse, self._lse, rows)
         pages = HeadPages(*self._paged(k, v))
-        if pages.steps != self._planned:
+        if self._filled is not None and pages.steps != self._filled:
             raise PlanError(
                 "k, v: expected the layout that plan() was given; got another. Pass caches=(k, v) to plan()."
             )
@@ -247,21 +257,4 @@ def _expect_like(name: str, tensor: Tensor, own: Tensor, shape: tuple[int, ...])
         expected = f"{own.dtype} {list(shape)} on {own.device}"
         raise ValueError(
             f"{name}: expected {expected}; got {tensor.dtype} {list(tensor.shape)} on {tensor.device}."
-        )
-
-
-def _refuse(spec: AttentionSpec) -> None:
-    """Chosen blocks are read as if they were neighbours, so that a key has no position."""
-    if spec.window_left >= 0:
-        raise UnsupportedError(
-            f"window_left: expected -1, for keys of chosen blocks have no positions; got {spec.window_left}. "
-            "Choose the blocks of the window."
-        )
-    if spec.alibi:
-        raise UnsupportedError(
-            "alibi: expected False, for keys of chosen blocks have no positions; got True."
-        )
-    if spec.custom_mask:
-        raise UnsupportedError(
-            "custom_mask: expected False; got True. Choose smaller blocks, or pass it to BatchAttention."
         )

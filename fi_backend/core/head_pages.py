@@ -14,24 +14,44 @@ from fi_backend.errors import UnsupportedError
 _MAX_PAGES = 2**31 - 1
 
 
+def expect_no_positions(spec: AttentionSpec) -> None:
+    """Refuse what chosen blocks cannot have: they are read as if they were neighbours.
+
+    Raises UnsupportedError for windows, ALiBi and custom masks.
+    """
+    if spec.window_left >= 0:
+        raise UnsupportedError(
+            f"window_left: expected -1, for keys of chosen blocks have no positions; got {spec.window_left}. "
+            "Choose the blocks of the window."
+        )
+    if spec.alibi:
+        raise UnsupportedError(
+            "alibi: expected False, for keys of chosen blocks have no positions; got True."
+        )
+    if spec.custom_mask:
+        raise UnsupportedError(
+            "custom_mask: expected False; got True. Choose smaller blocks, or pass it to BatchAttention."
+        )
+
+
 def spec_of_head(spec: AttentionSpec, num_heads: int) -> AttentionSpec:
     """Return the spec of one of `num_heads` heads that choose their keys for themselves.
 
     num_heads: num_kv_heads, or num_qo_heads where the query heads of a group choose apart, and then read the
-    keys of their KV head apart. Raises ValueError for another number, UnsupportedError for options that have
-    a value for each head.
+    keys of their KV head apart. Raises ValueError for another number, UnsupportedError for options that need
+    the positions of keys or have a value for each head. A variant sees the one head.
     """
+    expect_no_positions(spec)
     if num_heads not in (spec.num_kv_heads, spec.num_qo_heads):
         raise ValueError(
             f"num_heads: expected the {spec.num_kv_heads} KV heads or the {spec.num_qo_heads} query heads of "
             f"the spec; got {num_heads}."
         )
-    for name in ("alibi", "sinks"):
-        if getattr(spec, name) and num_heads > 1:
-            raise UnsupportedError(
-                f"{name}: expected False where heads choose keys for themselves, for they run as requests of "
-                "one head, which have one value; got True. Choose the same blocks for all heads."
-            )
+    if spec.sinks and num_heads > 1:
+        raise UnsupportedError(
+            "sinks: expected False where heads choose keys for themselves, for they run as requests of one "
+            "head, which have one value; got True. Choose the same blocks for all heads."
+        )
     return replace(spec, num_qo_heads=spec.num_qo_heads // num_heads, num_kv_heads=1)
 
 

@@ -124,6 +124,9 @@ def test_layouts(layout: str, num_heads: int) -> None:
     mask = normal(num_heads, 3, 10, seed=4) > 0
     attn.plan(mask, caches=(k, v))
     check(attn, mask, normal(20, HQ, DIM, seed=5), k, v)
+    with pytest.raises(ValueError, match=r"^mask: expected bool"):
+        attn.plan(mask[:, :1])
+    check(attn, mask, normal(20, HQ, DIM, seed=5), k, v)
     attn.plan(mask)
     with pytest.raises(PlanError, match=r"^k, v: expected the layout that plan\(\) was given"):
         attn.run(normal(20, HQ, DIM), k, v)
@@ -197,6 +200,8 @@ def test_a_matrix_in_csr_and_in_torch_formats() -> None:
     q, k, v = normal(20, HQ, DIM), normal(60, HKV, DIM, seed=1), normal(60, HKV, DIM, seed=2)
     attn.plan(bsr)
     out = check(attn, mask, q, k, v)
+    with pytest.raises(PlanError, match=r"^update: .*got no plan, or that of a BlockSparse"):
+        attn.update(mask)
     attn.plan(mask)
     assert_bitwise_equal("as a mask", attn.run(q, k, v), out)
 

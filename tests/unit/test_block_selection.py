@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fi_backend.core.block_selection import BlockSelection
-from fi_backend.core.head_pages import HeadPages, PageSteps
+from fi_backend.core.head_pages import HeadPages, PageSteps, spec_of_head
 from fi_backend.core.page_table import PageTable
+from fi_backend.core.spec import AttentionSpec
+from fi_backend.errors import UnsupportedError
 
 MAX_ROWS, BLOCKS = 4, 6
 
@@ -120,6 +122,21 @@ def test_layouts_that_differ_are_refused() -> None:
         HeadPages(cache[:1].expand(5, -1, -1, -1), cache)
     with pytest.raises(ValueError, match=r"^k_cache: expected \[pages.*got \(0, 4, 3, 8\)"):
         HeadPages(cache[:0], cache[:0])
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"window_left": 8}, "^window_left: expected -1, .*no positions; got 8"),
+        ({"alibi": True}, "^alibi: .*no positions"),
+        ({"custom_mask": True}, "^custom_mask: expected False"),
+        ({"sinks": True}, "^sinks: .*one value"),
+    ],
+)
+def test_heads_that_choose_refuse_what_needs_positions(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        spec_of_head(AttentionSpec(4, 2, 16, **option), 2)
+    assert spec_of_head(AttentionSpec(4, 2, 16), 4).num_qo_heads == 1
 
 
 def fill(

@@ -127,7 +127,7 @@ class FusedStreaming:
 
 
 class UnfusedStreaming(FusedStreaming):
-    """The same with keys that are rotated into a scratch cache at every step, for steps of decoding.
+    """The same with keys that are rotated into a scratch cache at every step, as windows that move need.
 
     compile_with: wraps the function that rotates, such as torch.compile.
     """
@@ -164,12 +164,10 @@ class UnfusedStreaming(FusedStreaming):
         self._place.scatter_(0, self.pages.table.view(-1).long(), self._places)
         cos, sin = (x.unflatten(0, (self.pages.pages, -1)) for x in (self._cos, self._sin))
         self._rotate_keys(self._rotated, self.k_cache, cos, sin, self._place)
-        q_lens = self._qo_indptr.diff()
-        request = torch.repeat_interleave(
-            torch.arange(len(q_lens), device=q.device), q_lens, output_size=q.shape[0]
-        )
-        token = torch.arange(q.shape[0], device=q.device)
-        position = (self.pages.kv_lens - self._qo_indptr[1:])[request] + token
+        ends = self._qo_indptr[1:]
+        token = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
+        request = torch.searchsorted(ends, token, right=True)
+        position = (self.pages.kv_lens - ends)[request] + token
         turned = _rotate(q, self._cos[position], self._sin[position])
         return self.attention.run(turned, self._rotated, self.v_cache)
 

@@ -114,7 +114,9 @@ def attention_of(state: EngineState, convert: Callable[[Tensor], Any]) -> BatchA
         device=batch.device,
     )
     starts = torch.tensor([batch.layout.first_token, *batch.q_lens]).cumsum(0).to(torch.int32)
-    attention.plan(host_converter(state, convert)(starts), table_of(state, convert))
+    host = host_converter(state, convert)
+    masks = None if state.masks is None else [host(mask) for mask in state.masks]
+    attention.plan(host(starts), table_of(state, convert), custom_mask=masks)
     return attention
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from fi_backend.arrays.place import place
 from fi_backend.arrays.result import allocated, given
 from fi_backend.arrays.view import host_view, view
 from fi_backend.core import kernels
+from fi_backend.core.custom_mask import PackedMask, pack_bits, pack_for
 from fi_backend.core.index_arrays import expect_dtype
 from fi_backend.core.layout_checks import expect_given, expect_layout
 from fi_backend.core.plan import Plan
@@ -46,8 +47,8 @@ class BatchAttention:
     costs: as for fi_backend.BatchAttention. variant: functors of the user, or the name of a registered
     variant.
 
-    Scratch memory is allocated here. Raises UnsupportedError when the spec cannot run on the device; custom
-    masks and shared prefixes need fi_backend.BatchAttention, and torch.
+    Scratch memory is allocated here. Raises UnsupportedError when the spec cannot run on the device. Shared
+    prefixes need fi_backend.BatchAttention, and torch.
     """
 
     def __init__(
@@ -66,11 +67,6 @@ class BatchAttention:
         self.variant = find_variant(variant)
         if reason := unsupported_reason(spec, str(device), self.variant):
             raise UnsupportedError(reason)
-        if spec.custom_mask:
-            raise UnsupportedError(
-                "custom_mask: expected False on this path; got True. Write the mask as the functor "
-                "logits_mask of a variant, or use fi_backend.BatchAttention, which packs masks with torch."
-            )
         if max_kv_len > MAX_KV_LEN:
             raise ValueError(f"max_kv_len: expected at most {MAX_KV_LEN}; got {max_kv_len}.")
         self.spec = spec
@@ -101,6 +97,7 @@ class BatchAttention:
         self._step = self._new_step(max_requests)
         self._table: PageTable | None = None
         self._qo_indptr: Any = None
+        self._mask: PackedMask | None = None
         self._captured: list[Any] = []
 
     def _new_step(self, max_requests: int) -> Any:
@@ -111,11 +108,20 @@ class BatchAttention:
 
         return CudaStep(size, max_requests, self._place.index)
 
-    def plan(self, qo_indptr: Array, page_table: PageTable, *, stream: object = None) -> Plan:
+    def plan(
+        self,
+        qo_indptr: Array,
+        page_table: PageTable,
+        *,
+        custom_mask: Array | Sequence[Array] | None = None,
+        stream: object = None,
+    ) -> Plan:
         """Balance one step; every layer of the step then calls run().
 
         qo_indptr: int32 [requests + 1] in host memory, first query token of each request. page_table: where
         the KV of the same requests lies.
+        custom_mask: bool in host memory; one [q_len, kv_len] or [q_len, heads, kv_len] a request, or all of
+            them as one vector. Needs a spec with custom_mask=True. On CUDA the call waits for its upload.
         stream: of CUDA, on which the plan and the index arrays are uploaded (default: the current one of the
         table's library, CUDA's default stream for contiguous KV); up to four uploads may be under way. Call
         it outside of the capture of a graph, and again before each replay: addresses stay.
@@ -133,6 +139,7 @@ class BatchAttention:
             indices: Any = view("page_table", page_table.source, stream=handle)
         else:
             indices = None
+        mask = pack_for(self.spec, _masks(custom_mask), starts, page_table.kv_lens, None, self._packed)
         host, buffer = self._step.host()
         try:
             with advised():
@@ -146,9 +153,17 @@ class BatchAttention:
         self._table = PageTable(
             indices, begin, end, lens, table.page_size, table.index_step, table.index_divisor, table.source
         )
+        self._mask = mask
         read_only = host.view()
         read_only.flags.writeable = False
         return Plan(read_only, self.planner.layout)
+
+    def _packed(
+        self, mask: Any, q_lens: Any, kv_lens: Any, _: object, *, num_heads: Collection[int]
+    ) -> PackedMask:
+        packed = pack_bits(mask, q_lens, kv_lens, num_heads)
+        bits, begin, lens = map(self._place.constant, (packed.bits, packed.begin, kv_lens.copy()))
+        return PackedMask(bits, begin, lens, packed.num_heads)
 
     def _expect_table(self, starts: Any, table: PageTable) -> None:
         if not isinstance(table, PageTable):
@@ -214,6 +229,8 @@ class BatchAttention:
         spec = self.spec
         self._expect_here(q=q, k_cache=k_cache, v_cache=v_cache)
         handle = self._stream(stream, q)
+        if self._mask is not None and self._place.is_capturing(handle):
+            raise UnsupportedError("custom_mask: a graph would read a mask that the next plan() frees.")
         queries = view("q", q, stream=handle, raw=spec.dtype)
         keys = view("k_cache", k_cache, stream=handle, raw=spec.kv_dtype)
         values = view("v_cache", v_cache, stream=handle, raw=spec.kv_dtype)
@@ -239,7 +256,7 @@ class BatchAttention:
             values,
             self._qo_indptr,
             self._table,
-            None,
+            self._mask,
             self._step.plan,
             self._capacity,
             self._workspace,
@@ -267,3 +284,10 @@ class BatchAttention:
             expect_array(name, array)
             if (lies := device_of(name, array)) != self.device:
                 raise ValueError(f"{name}: expected an array on {self.device}; got one on {lies}.")
+
+
+def _masks(custom_mask: Any) -> Any:
+    """Masks of any library as NumPy's."""
+    if custom_mask is None or hasattr(custom_mask, "__dlpack__"):
+        return custom_mask if custom_mask is None else host_view("custom_mask", custom_mask)
+    return [host_view(f"custom_mask[{i}]", each) for i, each in enumerate(custom_mask)]

@@ -10,16 +10,12 @@ import numpy.typing as npt
 
 from fi_backend.arrays import capsule as described
 from fi_backend.arrays.library import Array, Library, device_of, expect_array, library_of
+from fi_backend.core.index_arrays import dtype_name
 from fi_backend.core.jit.ffi import tvm_ffi
 
 RAW: Final = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 """What arrays of these dtypes are where a library does not have them: raw bits."""
 _VERSION: Final = (1, 0)
-
-
-def dtype_name(array: Any) -> str:
-    """Return the name of the dtype, such as "bfloat16", in whichever library's words it comes."""
-    return str(array.dtype).removeprefix("torch.")
 
 
 def view(name: str, array: Array, *, stream: int = 0, writable: bool = False, raw: str | None = None) -> Any:
@@ -31,7 +27,7 @@ def view(name: str, array: Array, *, stream: int = 0, writable: bool = False, ra
     or ValueError naming the argument.
     """
     expect_array(name, array)
-    dtype = dtype_name(array)
+    dtype = dtype_name(array.dtype)  # type: ignore[attr-defined]
     retyped = dtype if dtype in RAW else raw if raw is not None and RAW.get(raw) == dtype else None
     library = library_of(array)
     if writable:

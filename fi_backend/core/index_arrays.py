@@ -35,7 +35,7 @@ def expect_array(name: str, array: object) -> None:
 
 def expect_dtype(name: str, array: Any, *expected: str) -> None:
     """Check that the dtype is one of `expected`, such as "int32"."""
-    if _dtype_name(array.dtype) in expected:
+    if dtype_name(array.dtype) in expected:
         return
     torch = is_torch(array)
     wanted = " or ".join(f"torch.{each}" if torch else each for each in expected)
@@ -47,7 +47,8 @@ def expect_dtype(name: str, array: Any, *expected: str) -> None:
 
 
 @cache  # making a text of a dtype takes longer than all else here
-def _dtype_name(dtype: object) -> str:
+def dtype_name(dtype: object) -> str:
+    """Return the name of a dtype of torch or NumPy, such as "int32"."""
     return str(dtype).removeprefix("torch.")
 
 

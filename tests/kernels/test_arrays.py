@@ -42,6 +42,11 @@ BATCHES = {
         kv_lens=(90, 17, 33),
         layout=Layout(table="token", k="packed", v="packed"),
     ),
+    "custom masks": Batch(
+        spec=AttentionSpec(4, 2, 64, dtype="float32", page_size=16, custom_mask=True),
+        q_lens=(3, 1, 20),
+        kv_lens=(40, 9, 70),
+    ),
     "fp8, contiguous": Batch(
         spec=AttentionSpec(4, 2, 64, dtype="bfloat16", kv_dtype="float8_e4m3fn", causal=False),
         q_lens=(4, 1),
@@ -92,11 +97,13 @@ def test_results_that_are_given_are_written_where_they_are(library: str) -> None
 class Case:
     """Two requests of NumPy arrays, the second with several queries."""
 
-    def __init__(self, dtype: Any = np.float32, kv_dtype: Any = None, **options: Any) -> None:
+    def __init__(
+        self, dtype: Any = np.float32, kv_dtype: Any = None, custom_mask: bool = False, **options: Any
+    ) -> None:
         random = np.random.default_rng(7)
         kv_dtype = kv_dtype or dtype
         names = {"dtype": np.dtype(dtype).name, "kv_dtype": np.dtype(kv_dtype).name}
-        self.spec = AttentionSpec(4, 2, 64, page_size=16, **names)
+        self.spec = AttentionSpec(4, 2, 64, page_size=16, custom_mask=custom_mask, **names)
         self.q = random.standard_normal((5, 4, 64)).astype(dtype)
         self.k, self.v = (random.standard_normal((6, 16, 2, 64)).astype(kv_dtype) for _ in "kv")
         self.starts = np.array([0, 1, 5], np.int32)
@@ -104,9 +111,9 @@ class Case:
         self.pages = np.array([[3, 0, 5], [1, 4, -1]], np.int32)
         self.attention = BatchAttention(self.spec, max_requests=2, max_tokens=8, max_kv_len=64, **options)
 
-    def plan(self) -> BatchAttention:
+    def plan(self, custom_mask: Any = None) -> BatchAttention:
         table = PageTable.from_block_table(self.pages, self.kv_lens, page_size=16)
-        self.attention.plan(self.starts, table)
+        self.attention.plan(self.starts, table, custom_mask=custom_mask)
         return self.attention
 
     def expected(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,6 +217,22 @@ def test_results_of_jax_are_its_own() -> None:
     np.testing.assert_array_equal(first, kept)
     assert not np.array_equal(second, kept)
     assert float(jnp.sum(first + 1)) == pytest.approx(float(kept.sum()) + kept.size, rel=1e-5)
+
+
+def test_masks_of_heads_as_one_vector() -> None:
+    case = Case(custom_mask=True)
+    random = np.random.default_rng(3)
+    masks = [random.random((q, 4, kv)) < 0.6 for q, kv in ((1, 40), (4, 17))]
+    attention = case.plan(np.concatenate([mask.reshape(-1) for mask in masks]))
+    out = attention.run(case.q, case.k, case.v)
+    apart = case.plan(masks).run(case.q, case.k, case.v)
+    np.testing.assert_array_equal(out, apart)
+    rows = []
+    for head in range(4):
+        of_head = case.plan([mask[:, head] for mask in masks]).run(case.q, case.k, case.v)
+        rows.append(of_head[:, head])
+    np.testing.assert_allclose(out, np.stack(rows, axis=1), rtol=1e-5, atol=1e-6)
+    assert not np.allclose(out, Case().plan().run(case.q, case.k, case.v))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

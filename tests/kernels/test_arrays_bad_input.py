@@ -29,6 +29,13 @@ def table(pages: Any = PAGES, lens: Any = LENS) -> PageTable:
     return PageTable.from_block_table(pages, lens, page_size=16)
 
 
+def masked(custom_mask: Any) -> None:
+    """Plan 1 query over 40 keys and 4 over 17 under a mask."""
+    spec = AttentionSpec(4, 2, 64, dtype="float32", page_size=16, custom_mask=True)
+    planned = BatchAttention(spec, max_requests=2, max_tokens=8, max_kv_len=64)
+    planned.plan(STARTS, table(), custom_mask=custom_mask)
+
+
 def misaligned(array: np.ndarray) -> np.ndarray:
     memory = np.zeros(array.nbytes + 1, np.uint8)[1:]
     memory[:] = array.reshape(-1).view(np.uint8)
@@ -170,12 +177,31 @@ PLAN: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"^last_page_len\[0\]: expected 1\.\.16 .*got 17",
     ),
     "ragged": (lambda: PageTable.ragged(np.array([0, 4, 2])), ValueError, r"^kv_indptr: expected a non-decr"),
-    "custom mask": (
-        lambda: BatchAttention(
-            AttentionSpec(4, 2, 64, custom_mask=True), max_requests=1, max_tokens=1, max_kv_len=1
-        ),
-        UnsupportedError,
-        r"^custom_mask: expected False on this path",
+    "a mask without need": (
+        lambda: attention().plan(STARTS, table(), custom_mask=np.ones(108, bool)),
+        PlanError,
+        r"^custom_mask: expected None, as spec\.custom_mask says",
+    ),
+    "no mask": (lambda: masked(None), PlanError, r"^custom_mask: expected a mask, as spec\.custom_mask says"),
+    "mask size": (
+        lambda: masked(np.ones(107, bool)),
+        ValueError,
+        r"^custom_mask: expected 108 elements, the sum of q_len \* kv_len over 2 .*got 107",
+    ),
+    "mask dtype": (
+        lambda: masked(np.ones(108, np.uint8)),
+        TypeError,
+        r"^custom_mask: expected bool; got uint8",
+    ),
+    "mask list": (
+        lambda: masked([np.ones((1, 40), bool), [True]]),
+        TypeError,
+        r"^custom_mask\[1\]: expected an array with __dlpack__ .*got list",
+    ),
+    "mask shape": (
+        lambda: masked([np.ones((1, 40), bool), np.ones((4, 16), bool)]),
+        ValueError,
+        r"^custom_mask\[1\]: expected bool \(4, 17\); got bool \(4, 16\)",
     ),
     "device": (lambda: attention(device="tpu"), UnsupportedError, r"^device: .*got 'tpu'"),
     "length limit": (

@@ -50,7 +50,7 @@ def test_the_page_runs_beside_what_it_needs_alone(tmp_path: Path) -> None:
             if not (tmp_path / top).exists():
                 (tmp_path / top).symlink_to(str(distribution.locate_file(top)))
     program = "import importlib.util\nassert importlib.util.find_spec('torch') is None\n"
-    run(program + page("cupy", "jax.numpy"), "-S", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    run(program + page("cupy", "jax"), "-S", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
 
 
 def test_everything_is_imported_without_torch_and_without_an_array_library() -> None:

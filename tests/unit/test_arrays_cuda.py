@@ -234,3 +234,24 @@ def test_everything_lies_on_one_device(kernel: Kernel) -> None:
     ):
         attention.run(q, k, v)
     assert kernel.calls == []
+
+
+def test_a_mask_is_uploaded_and_is_no_part_of_a_capture(driver: FakeDriver, kernel: Kernel) -> None:
+    spec = AttentionSpec(4, 2, 64, dtype="float16", page_size=16, custom_mask=True)
+    attention = BatchAttention(spec, max_requests=2, max_tokens=4, max_kv_len=64, device="cuda:1")
+    mask = np.arange(26) % 3 != 0
+    table = PageTable.from_block_table(
+        DeviceArray(np.array([[3, 1], [0, -1]], np.int32), 1), np.array([20, 3], np.int32), page_size=16
+    )
+    attention.plan(np.array([0, 1, 3], np.int32), table, custom_mask=mask, stream=5)
+    q, k, v, out = inputs()
+    attention.run(q, k, v, out=out, stream=5)
+    bits, begin, lens, heads = kernel.calls[0][-7:-3]
+    packed = [np.packbits(part, bitorder="little") for part in (mask[:20], mask[20:])]
+    np.testing.assert_array_equal(contents(bits), np.concatenate(packed))
+    np.testing.assert_array_equal(contents(begin), [0, 3])
+    np.testing.assert_array_equal(contents(lens), [20, 3])
+    assert heads == 1
+    driver.capturing = {5}
+    with pytest.raises(UnsupportedError, match=r"^custom_mask: a graph would read a mask that the next plan"):
+        attention.run(q, k, v, out=out, stream=5)

@@ -75,13 +75,13 @@ FI_DEVICE void compare_pages(Block& block, int32_t step, CommonPages& c) {
   FI_ROLL
   while (block.ballot(c.begin < c.end)) {
     int32_t a[kUnroll], b[kUnroll];
+    const int64_t first = (int64_t(c.begin) + lane) * step, stride = int64_t(kLanes) * step;
     FI_UNROLL
     for (int i = 0; i < kUnroll; ++i) {
       // Past the longest rows it would leave the positive numbers.
-      const uint32_t p = uint32_t(c.begin) + uint32_t(i * kLanes + lane);
-      const bool inside = p < uint32_t(c.end);
-      a[i] = inside ? c.own[int64_t(p) * step] : 0;
-      b[i] = inside ? c.other[int64_t(p) * step] : 0;
+      const bool inside = uint32_t(c.begin) + uint32_t(i * kLanes + lane) < uint32_t(c.end);
+      a[i] = inside ? c.own[first + i * stride] : 0;
+      b[i] = inside ? c.other[first + i * stride] : 0;
     }
     int32_t differs = kMaxInt32;
     FI_UNROLL

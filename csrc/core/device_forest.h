@@ -64,9 +64,24 @@ class ForestFinder {
                         const int32_t* kv_lens, Meanwhile meanwhile) {
     requests_ = num_requests < kForestRequests ? num_requests : kForestRequests;
     groups_.begin(requests_);
+    int32_t longest = 0;
     FI_ROLL
-    for (int32_t r = thread_; r < requests_; r += kThreads) read_request(config, r, qo_indptr, kv_lens);
-    Groups found = groups_.find();
+    for (int32_t r = thread_; r < requests_; r += kThreads) {
+      const int32_t pages = read_request(config, r, qo_indptr, kv_lens);
+      longest = pages > longest ? pages : longest;
+    }
+    groups_.post_longest(longest);
+    LeaderSamples<Block> samples(block_, m_, p_, a_.rows, groups_.slots(), requests_);
+    // Blocks that only compare look at the columns in any case: nobody waits for them if nothing is shared.
+    const bool early = beside_ && block_.cta() > 0;
+    Groups found = groups_.find(
+        [&] {
+          longest = groups_.posted_longest();
+          if (early) samples.load(longest);
+        },
+        [&] {
+          if (early) samples.insert();
+        });
     if (!found.some) return 0;
     if (block_.cta() == 0) meanwhile();
     int round = 0;
@@ -78,10 +93,13 @@ class ForestFinder {
         auto* exchange = reinterpret_cast<Comparison*>(a_.exchange) + round % 2 * kForestRequests;
         groups_.take_leaders();
         if (compares()) {
-          if (round == 0)
-            sample_leaders();
-          else
-            block_.sync();
+          if (round == 0) {
+            if (!early) samples.load(longest);
+            if (!early) samples.insert();
+            if (!early) block_.sync();
+            samples.choose();
+          }
+          block_.sync();
           compare_all(exchange);
         }
         block_.sync_cluster();
@@ -103,15 +121,11 @@ class ForestFinder {
   FI_DEVICE int32_t num_requests() const { return requests_; }
 
  private:
-  FI_DEVICE void sample_leaders() {
-    LeaderSamples<Block>(block_, m_, p_, a_.rows, groups_.slots(), requests_, groups_.longest()).run();
-  }
-
   FI_DEVICE bool compares() const { return !beside_ || block_.cta() > 0; }
   FI_DEVICE const int32_t* row(int32_t r) const { return a_.rows.indices + a_.rows.row_begin[r]; }
 
-  FI_DEVICE void read_request(const PlannerConfig& config, int32_t r, const int32_t* qo_indptr,
-                              const int32_t* kv_lens) {
+  FI_DEVICE int32_t read_request(const PlannerConfig& config, int32_t r, const int32_t* qo_indptr,
+                                 const int32_t* kv_lens) {
     // All loads at once, whether they will be needed or not.
     const int64_t q_len = int64_t(qo_indptr[r + 1]) - qo_indptr[r];
     const int64_t begin = a_.rows.row_begin[r], end = a_.rows.row_end[r];
@@ -127,6 +141,7 @@ class ForestFinder {
     m_.pages[r] = pages;
     m_.q_len[r] = uint8_t(q_len);
     start(r);
+    return pages;
   }
 
   FI_DEVICE void start(int32_t r) {

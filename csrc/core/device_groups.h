@@ -38,7 +38,10 @@ class RequestGroups {
   }
 
   FI_DEVICE int32_t slots() const { return mask_ + 1; }
-  FI_DEVICE int32_t longest() const { return longest_; }  // pages of a request, after find()
+
+  // Before a find() that meets; then the greatest of all.
+  FI_DEVICE void post_longest(int32_t pages) { scan_.post(2, block_.warp_max(uint32_t(pages))); }
+  FI_DEVICE int32_t posted_longest() { return int32_t(block_.warp_max(uint32_t(scan_.posted(2)))); }
 
   // Between two calls of find().
   FI_DEVICE void clear() {
@@ -48,9 +51,12 @@ class RequestGroups {
     for (int32_t r = thread_; r < requests_; r += kThreads) p_.leads[r] = 0;
   }
 
-  // Begins and, where something is shared, ends with a barrier.
-  FI_DEVICE Groups find() {
-    block_.sync();
+  // Begins and, where something is shared, ends with a barrier. before, behind: called in the phase in which
+  // requests are put into tables.
+  template <class Before, class Behind>
+  FI_DEVICE Groups find(Before before, Behind behind) {
+    scan_.meet();
+    before();
     // A half of the threads to each table, where that is enough.
     FI_ROLL
     for (int32_t base = 0; base < slots(); base += kThreads) {
@@ -67,8 +73,13 @@ class RequestGroups {
                          m_.leader[other] == m_.leader[r];
                 });
     }
+    behind();
     block_.sync();
     return look();
+  }
+
+  FI_DEVICE Groups find() {
+    return find([] {}, [] {});
   }
 
   // Each request of a group is to be compared with the smallest one.
@@ -85,7 +96,7 @@ class RequestGroups {
  private:
   FI_DEVICE Groups look() {
     bool some = false, broken = false;
-    int32_t pairs = 0, longest = 0, base = 0;
+    int32_t pairs = 0, base = 0;
     FI_ROLL
     do {
       const int32_t r = base + thread_;
@@ -93,7 +104,6 @@ class RequestGroups {
       int32_t leader = -1;
       if (r < requests_) {
         leader = m_.leader[r];
-        longest = m_.pages[r] > longest ? m_.pages[r] : longest;
         if (m_.state[r] == kActive && m_.table[m_.slot[r]] != r) some = true;
         if (leader >= 0 && m_.common[leader] >= m_.common[r]) broken = true;
         at[0] = leader >= 0 && m_.table[kPairSlots + m_.pair_slot[r]] == r;
@@ -102,7 +112,6 @@ class RequestGroups {
       if (first) p_.leads[leader] = 1;
       if (m_.broken) broken = true;
       scan_.post(1, block_.warp_or(uint32_t(some) | uint32_t(broken) << 1));
-      scan_.post(2, block_.warp_max(uint32_t(longest)));
       scan_.exclusive_scan(at, total);
       if (first) {
         p_.first[pairs + int32_t(at[0])] = int16_t(r);
@@ -112,7 +121,6 @@ class RequestGroups {
       base += kThreads;
     } while (base < requests_);
     const uint32_t all = block_.warp_or(uint32_t(scan_.posted(1)));
-    longest_ = int32_t(block_.warp_max(uint32_t(scan_.posted(2))));
     if (all || pairs > 0) block_.sync();
     return {bool(all & 1), bool(all & 2), pairs};
   }
@@ -156,7 +164,7 @@ class RequestGroups {
   ForestMemory& m_;
   ForestPairs& p_;
   const int thread_, lane_;
-  int32_t requests_ = 0, mask_ = 0, longest_ = 0;
+  int32_t requests_ = 0, mask_ = 0;
 };
 
 }  // namespace fi

@@ -49,40 +49,52 @@ struct ForestPairs {
 template <class Block>
 class LeaderSamples {
  public:
-  static constexpr int kThreads = Block::kThreads, kMost = 5, kUnroll = 4;
+  static constexpr int kThreads = Block::kThreads, kMost = 5, kUnroll = 3;
 
-  // slots: of the table of groups, a power of two from 64 on, at least two a request; longest: pages of a
-  // row.
+  // slots: of the table of groups, a power of two from 64 on, at least two a request.
   FI_DEVICE LeaderSamples(Block& block, ForestMemory& memory, ForestPairs& pairs, const PageRows& rows,
-                          int32_t slots, int32_t requests, int32_t longest)
+                          int32_t slots, int32_t requests)
       : block_(block),
         m_(memory),
         p_(pairs),
         rows_(rows),
         slots_(slots),
         width_(slots / 2),
+        log2_(count_bits(uint32_t(slots / 2 - 1))),
         requests_(requests),
         thread_(block.thread()) {
     columns_ = kForestSlots / slots - 1;
     if (columns_ > kMost) columns_ = kMost;
-    unit_ = longest / (2 * columns_);
-    if (unit_ < 1) unit_ = 1;
   }
 
-  // Gives requests that are to be compared the leaders that the columns promise. Ends with a barrier.
-  FI_DEVICE void run() {
-    const int32_t tasks = columns_ * width_;
-    FI_ROLL
-    for (int32_t base = 0; base < tasks; base += kUnroll * kThreads) {
-      FI_UNROLL
-      for (int i = 0; i < kUnroll; ++i) {
-        const int32_t task = base + i * kThreads + thread_;
-        if (is_in_row(task)) p_.page[task] = page(task);
-      }
+  // Asks for the pages, to be used in insert(). longest: pages of a row.
+  FI_DEVICE void load(int32_t longest) {
+    unit_ = longest / (2 * columns_);
+    if (unit_ < 1) unit_ = 1;
+    FI_UNROLL
+    for (int i = 0; i < kUnroll; ++i) {
+      const int32_t task = i * kThreads + thread_;
+      if (is_in_row(task)) pages_[i] = page(task);
     }
+  }
+
+  FI_DEVICE void insert() {
+    FI_UNROLL
+    for (int i = 0; i < kUnroll; ++i) {
+      const int32_t task = i * kThreads + thread_;
+      if (is_in_row(task)) p_.page[task] = pages_[i];
+    }
+    const int32_t tasks = columns_ * width_;
+    // Of blocks of fewer threads than GPUs run.
+    FI_ROLL
+    for (int32_t task = kUnroll * kThreads + thread_; task < tasks; task += kThreads)
+      if (is_in_row(task)) p_.page[task] = page(task);
     FI_ROLL
     for (int32_t base = 0; base < tasks; base += kThreads) insert(base + thread_);
-    block_.sync();
+  }
+
+  // Behind a barrier: gives requests that are to be compared the leaders that the columns promise.
+  FI_DEVICE void choose() {
     FI_ROLL
     for (int32_t r = thread_; r < requests_; r += kThreads) {
       if (m_.state[r] != kComparing) continue;
@@ -95,13 +107,12 @@ class LeaderSamples {
       }
       m_.leader[r] = leader;
     }
-    block_.sync();
   }
 
  private:
   // A task is a request in a column; the tasks of a warp are in one.
   FI_DEVICE int32_t request(int32_t task) const { return task & (width_ - 1); }
-  FI_DEVICE int32_t column(int32_t task) const { return int32_t(uint32_t(task) / uint32_t(width_)); }
+  FI_DEVICE int32_t column(int32_t task) const { return task >> log2_; }
   FI_DEVICE int32_t depth(int32_t task) const { return unit_ * (2 * column(task) + 1); }
 
   FI_DEVICE bool is_in_row(int32_t task) const {
@@ -156,8 +167,9 @@ class LeaderSamples {
   ForestMemory& m_;
   ForestPairs& p_;
   const PageRows& rows_;
-  const int32_t slots_, width_, requests_;
-  int32_t columns_, unit_;
+  const int32_t slots_, width_, log2_, requests_;
+  int32_t columns_, unit_ = 1;
+  int32_t pages_[kUnroll] = {};
   const int thread_;
 };
 

@@ -276,6 +276,7 @@ class BatchAttention:
         if self._place.is_capturing(handle):
             # A graph reads and writes these at every replay.
             self._captured.append((inputs, written, lse_written, of_variant))
+        self._step.expect_no_faults(self.planner.layout, handle)
         self._place.finish(library_of(q), handle)
         return (to.deliver(), sums.deliver()) if return_lse and sums is not None else to.deliver()
 

@@ -14,9 +14,11 @@ from fi_backend.arrays import cuda_driver as driver
 from fi_backend.arrays.capsule import bytes_at, set_cuda
 from fi_backend.arrays.library import Library
 from fi_backend.arrays.view import view
+from fi_backend.core.faults import faults_at, raise_faults
 from fi_backend.core.jit.arch import arch_of_capability
 from fi_backend.core.jit.ffi import tvm_ffi
 from fi_backend.core.ops_module import cuda_ops_module
+from fi_backend.core.plan import PlanLayout
 from fi_backend.errors import PlanError, UnsupportedError
 
 _SLOTS = 4
@@ -69,7 +71,7 @@ class CudaPlace:
             module.prepare(self.empty(1))
 
     def empty(self, size: int) -> Any:
-        """Return a view of new memory, uint8 [size], that is zero."""
+        """Return a view of new memory, uint8 [size]."""
         return _view(driver.DeviceMemory(size, self.index), 0, size, "uint8")
 
     def scale(self, value: float, stream: int = 0) -> Any:
@@ -103,8 +105,8 @@ class CudaPlace:
         return ffi.use_raw_stream(ffi.device("cuda", self.index), stream)  # type: ignore[no-any-return]
 
     def finish(self, library: Library, stream: int) -> None:
-        """Wait for a stream where the library of the results would not."""
-        if library not in _ORDERED:
+        """Wait for a stream where the library of the results would not, unless a graph is being captured."""
+        if library not in _ORDERED and not self.is_capturing(stream):
             driver.synchronize(self.index, stream)
 
     def is_capturing(self, stream: int) -> bool:
@@ -174,6 +176,11 @@ class CudaStep:
                 _view(self._memory, offset, count, dtype) for (offset, dtype), count in sections
             )
         return self._views[requests]
+
+    def expect_no_faults(self, layout: PlanLayout, stream: int) -> None:
+        """In debug mode, wait for the launches and raise ValueError for what they met on the device."""
+        if env.debug() and not driver.is_capturing(self._index, stream):
+            raise_faults(driver.int32_at(self._memory, faults_at(layout), stream))
 
     def order(self, stream: int) -> None:
         """Let a stream wait for the last upload, if that is on another one."""

@@ -85,7 +85,7 @@ def current(index: int) -> Iterator[None]:
 
 
 class DeviceMemory:
-    """Memory of a device; freed, once the device is done with it, when nobody refers to it any more."""
+    """Memory of a device, contents arbitrary; freed, once the device is done, when nobody refers to it."""
 
     def __init__(self, size: int, index: int) -> None:
         self.size, self.index = size, index
@@ -93,7 +93,6 @@ class DeviceMemory:
         with current(index):
             _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(size, 1)))
             self.address = address.value
-            _call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
 
     def __del__(self) -> None:
         # What was not allocated need not be freed, and a process that ends may have no driver any more.
@@ -154,6 +153,16 @@ def copy_to_device(target: DeviceMemory, source: PinnedMemory, size: int, stream
             ctypes.c_size_t(size),
             _Pointer(stream),
         )
+
+
+def int32_at(memory: DeviceMemory, offset: int, stream: int) -> int:
+    """Return a number in the memory of a device, after what a stream has queued."""
+    value = ctypes.c_int32()
+    with current(memory.index):
+        _call("cuStreamSynchronize", _Pointer(stream))
+        address = ctypes.c_uint64(memory.address + offset)
+        _call("cuMemcpyDtoH_v2", ctypes.byref(value), address, ctypes.c_size_t(4))
+    return value.value
 
 
 def synchronize(index: int, stream: int) -> None:

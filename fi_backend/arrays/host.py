@@ -18,6 +18,7 @@ from fi_backend.arrays.view import view
 from fi_backend.core.jit.module import ModuleSpec
 from fi_backend.core.jit.openmp import ensure_runtime
 from fi_backend.core.kernels import OPS_MODULE
+from fi_backend.core.plan import PlanLayout
 
 _ALIGNMENT = 64  # of kernels' scratch memory, and what JAX asks of memory that it takes over
 
@@ -99,6 +100,9 @@ class HostStep:
     def publish(self, arrays: tuple[npt.NDArray[Any], ...], stream: int) -> tuple[Any, ...]:  # noqa: ARG002
         """Return views of the arrays; the plan was written where it is read."""
         return tuple(view(name, array) for name, array in zip(_INDEX, arrays, strict=True))
+
+    def expect_no_faults(self, layout: PlanLayout, stream: int) -> None:
+        """Do nothing: on a CPU such data are refused before anything is computed."""
 
     def order(self, stream: int) -> None:
         """Do nothing: what was published is there."""

@@ -6,22 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fi_backend.core.faults import faults_at, raise_faults
 from fi_backend.core.plan import PlanLayout
 from fi_backend.errors import PlanError
 
 _SLOTS = 4
-_FAULTS_WORD = 4  # bytes into the counters
-_PLANNER_BITS = ~0xFF
-# KernelFault of csrc/core/params.h, and what the device planner sets.
-_FAULTS = {
-    1: "page table: expected page ids inside the KV cache; got others. The rows concerned are NaN",
-    2: (
-        "kv_lens, qo_indptr: expected lengths within the rows of the page table and the tokens of q, in "
-        "batch-invariant mode within the planned ones, and of requests that share a prefix the planned query "
-        "starts, with the prefix before them; got others. The rows concerned are NaN"
-    ),
-    _PLANNER_BITS: "qo_indptr, kv_lens: expected lengths within the limits; got others, and planned nothing",
-}
 
 
 class PlanBuffer:
@@ -70,7 +59,5 @@ class PlanBuffer:
         """Wait for the launches and raise ValueError for what they met in data that only the device sees."""
         if self.tensor.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
-        at = layout.counters + _FAULTS_WORD
-        faults = int(self.tensor[at : at + 4].view(torch.int32).item())
-        if reasons := [text for bits, text in _FAULTS.items() if faults & bits]:
-            raise ValueError("; ".join(reasons))
+        at = faults_at(layout)
+        raise_faults(int(self.tensor[at : at + 4].view(torch.int32).item()))

@@ -67,8 +67,8 @@ class FakeDriver:
         del self.memory[address.value]
         return self._in_context()
 
-    def cuMemsetD8_v2(self, address: Any, value: Any, size: Any) -> int:  # noqa: N802
-        ctypes.memset(address.value, value.value, size.value)
+    def cuMemcpyDtoH_v2(self, to: Any, address: Any, size: Any) -> int:  # noqa: N802
+        ctypes.memmove(to, address.value, size.value)
         return self._in_context()
 
     def cuMemcpyHtoDAsync_v2(self, to: Any, source: Any, size: Any, stream: Any) -> int:  # noqa: N802

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -86,14 +87,13 @@ def test_memory_is_freed_when_its_last_view_goes(driver: FakeDriver) -> None:
     assert here.workers() == 132
     assert here.arch == "sm_90a"
     before = len(driver.memory)
-    zeros = here.empty(1000)
-    assert zeros.shape == (1000,)
-    assert not contents(zeros).any()
+    scratch = here.empty(1000)
+    assert scratch.shape == (1000,)
     source = np.arange(6, dtype=np.float32).reshape(2, 3)
     constant = here.constant(source[:, ::-1])
     np.testing.assert_array_equal(contents(constant), source[:, ::-1])
     again = constant
-    del constant, zeros
+    del constant, scratch
     gc.collect()
     assert len(driver.memory) == before + 1
     np.testing.assert_array_equal(contents(again), source[:, ::-1])
@@ -192,6 +192,22 @@ def test_a_call_is_queued_on_the_callers_stream(driver: FakeDriver, kernel: Kern
     assert attention.run(q, k, v, out=out) is out
     assert q.streams[-1] == 1  # DLPack's number of CUDA's default stream
     assert kernel.streams[-1] == 0
+
+
+def test_debug_mode_tells_what_a_launch_met(
+    driver: FakeDriver, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = planned(DeviceArray(np.array([[3, 1], [0, -1]], np.int32), 1))
+    q, k, v, out = inputs()
+    at = attention._step.plan.data_ptr() + attention.planner.layout.counters + 4
+    ctypes.c_int32.from_address(at).value = 1
+    attention.run(q, k, v, out=out)
+    monkeypatch.setenv("FI_BACKEND_DEBUG", "1")
+    with pytest.raises(ValueError, match=r"^page table: expected page ids inside the KV cache"):
+        attention.run(q, k, v, out=out, stream=6)
+    assert driver.log[-1] == ("synchronize", 6)
+    driver.capturing = {6}
+    attention.run(q, k, v, out=out, stream=6)
 
 
 def test_a_captured_call_keeps_its_arrays(driver: FakeDriver, kernel: Kernel) -> None:

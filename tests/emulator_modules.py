@@ -16,7 +16,6 @@ import attention_batch
 import torch
 
 from fi_backend.core import jit, kernels, support
-from fi_backend.core.kernels import cuda_attention_module
 from fi_backend.core.planner import CostModel
 from fi_backend.core.spec import AttentionSpec
 
@@ -32,7 +31,7 @@ def headers() -> tuple[tuple[str, str], ...]:
 
 def attention_module(spec: AttentionSpec, arch: str) -> jit.ModuleSpec:
     """The module of `spec` for the GPU `arch`, emulated."""
-    module = cuda_attention_module(spec, arch)
+    module = kernels.cuda_attention_module(spec, arch)
     defines = module.defines
     if arch == "sm_90a":
         defines += (("__CUDA_ARCH_FEAT_SM90_ALL", "1"),)

@@ -10,6 +10,10 @@
 #else
 #define FI_VARIANT StandardVariant
 #endif
+// Whether the queries of tiles of 128 rows come through the ring, ahead of the item's keys.
+#if !defined(FI_RING_QUERIES)
+#define FI_RING_QUERIES 0
+#endif
 #if !defined(FI_LOGITS_TRANSFORM)
 #define FI_LOGITS_TRANSFORM 0
 #endif

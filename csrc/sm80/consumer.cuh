@@ -95,7 +95,7 @@ struct Consumer {
     member = warp / Traits::kColumnWarps % members;
     inner_begin = max(w.lo, Variant::visible_keys(p, w.last, w.kv_end).begin);
     inner_end = min(w.kv_end, Variant::visible_keys(p, w.first, w.kv_end).end);
-    load_queries();
+    if (!(kRingQueries<Traits> && w.query_tiles)) load_queries();
     clear();
   }
 
@@ -189,6 +189,18 @@ struct Consumer {
     const uint32_t base =
         ptx::shared_address(slice) + (lane % 16) * kRowBytes + (((lane >> 4) ^ (lane & 7)) << 4);
     ptx::ldmatrix_x4(a, chunk_pair(base, 16, step));
+  }
+
+  // The queries from a stage of the ring, which is free afterwards.
+  __device__ __forceinline__ void take_queries(Control& control, uint32_t stages,
+                                               const Ring<Traits::kStages>& stage) {
+    ptx::mbarrier_wait(full_barrier(control, stage), stage.lap >> 1 & 1);
+    const uint32_t base = stages + stage.at * Traits::kStageBytes + (group * 16 + lane % 16) * kRowBytes +
+                          (((lane >> 4) ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int step = 0; step < kQSteps; ++step)
+      ptx::ldmatrix_x4(q[step], chunk_pair(base, kMaxQueryTile, step));
+    ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[stage.at]), lane);
   }
 
   // What the variant makes of the whole key that this lane multiplies of each eight.

@@ -80,7 +80,12 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
   Consumer<Traits> x(p, c, w, tid, shared);
   if constexpr (Traits::kWgmma && !Variant::kTransformsKey) {
     if (x.members == 1) {
-      sm90::Wide<Traits>::attend(x, control, stages, stage, tiles);
+      Ring<Traits::kStages> first = stage;
+      if (kRingQueries<Traits> && w.query_tiles) {
+        x.take_queries(control, stages, first);
+        first.advance();
+      }
+      sm90::Wide<Traits>::attend(x, control, stages, first, tiles);
       if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
       store(x);
       return false;
@@ -177,7 +182,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchCo
       run_invariant_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
     else
       finished = run_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
-    stage.advance(tiles);
+    stage.advance(tiles + (kRingQueries<Traits> ? w.query_tiles : 0));
     if (w.unit >= 0 && !finished) arrive<Traits>(p, c, control, w, tid, shared);
     // Warps without a share must not run ahead of the ring by more than a lap.
     if (Traits::kInvariant && row_groups(w) < Traits::kMaxGroups) ptx::named_barrier(1, kConsumers);

@@ -308,6 +308,31 @@ struct Loader {
   }
 #endif
 
+  // Starts the copies of a tile of 128 packed query rows; those that do not exist become zeros.
+  __device__ __forceinline__ void copy_queries(const Work& w, uint32_t tile) const {
+    constexpr int kChunks = Traits::kHeadDim / 8, kMine = kMaxQueryTile / kProducerWarps;
+    const char* from =
+        static_cast<const char*>(p.q) + 2 * int64_t(w.token_begin) * p.q_stride_token + lane % 8 * 16;
+#pragma unroll 4
+    for (int i = 0; i < kMine / 4; ++i) {
+      const int row = warp * kMine + i * 4 + lane / 8, packed = w.q_begin + row;
+      int token = c.group.divide(packed);
+      const int head = w.kv_head * p.group + packed - token * p.group;
+      bool exists = row < w.q_rows;
+      if (kComposes<Traits> && w.tokens >= 0 && exists) {
+        token = node_token(p, w, token);
+        exists = token >= 0;
+      }
+      const char* q =
+          exists ? from + 2 * (int64_t(token) * p.q_stride_token + int64_t(head) * p.q_stride_head) : from;
+      const uint32_t to = tile + row * kRowBytes + (((lane ^ row) & 7) << 4);
+#pragma unroll
+      for (int s = 0; s < (kChunks + 7) / 8; ++s)
+        if ((s + 1) * 8 <= kChunks || s * 8 + lane % 8 < kChunks)
+          ptx::cp_async_16(to + s * kMaxQueryTile * kRowBytes, q + s * kRowBytes, exists ? 16 : 0);
+    }
+  }
+
   template <int kChunks>
   __device__ __forceinline__ void copy_row(uint32_t to, const char* from, uint32_t bytes) const {
 #pragma unroll
@@ -334,6 +359,12 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
     loader.begin(w);
     const bool draws = warp == 0 && lane == 0;
     if (draws && tiles <= kDrawAhead) ptx::mbarrier_arrive(ptx::shared_address(&control.draw[slot.at]));
+    if (kRingQueries<Traits> && w.query_tiles) {
+      ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
+      loader.copy_queries(w, stages + stage.at * Traits::kStageBytes);
+      ptx::mbarrier_arrive_after_copies(full_barrier(control, stage));
+      stage.advance();
+    }
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i) {
       ptx::mbarrier_wait(ptx::shared_address(&control.rows_full[ring.at]), ring.parity());

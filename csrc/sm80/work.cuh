@@ -29,7 +29,8 @@ struct Work {
   int32_t folds;   // one state for all grid chunks (batch-invariant mode)
   int32_t faults;  // KernelFault: the rows become NaN
   int64_t row_begin;
-  int32_t tiles;  // KV tiles from kv_begin to kv_end, none without rows
+  int32_t tiles;        // KV tiles from kv_begin to kv_end, none without rows
+  int32_t query_tiles;  // 1: the ring holds the queries in front of them
 };
 
 struct Control {
@@ -74,6 +75,12 @@ __device__ __forceinline__ uint32_t full_barrier(Control& control, const Ring<kS
   return ptx::shared_address(&control.full[ring.lap & 1][ring.at]);
 }
 
+// A tile of queries fits a stage.
+template <class Traits>
+inline constexpr bool kRingQueries =
+    FI_RING_QUERIES && Traits::kWgmma && !Variant::kTransformsQuery && !Variant::kTransformsKey &&
+    tile_bytes(kMaxQueryTile, Traits::kHeadDim * 2) <= Traits::kStageBytes;
+
 template <class Traits>
 inline constexpr bool kComposes = kSharesPrefixes && !Traits::kInvariant;
 
@@ -105,6 +112,11 @@ __device__ __forceinline__ bool holds(const LevelParams& level, int64_t row_begi
               int(row_end <= level.num_indices) & int(kv_len <= pages * level.page_size));
 }
 
+template <class Traits>
+__device__ __forceinline__ int brings_queries(const Work& w) {
+  return kRingQueries<Traits> && 1 << w.tile_log2 == kMaxQueryTile && w.tiles > 0;
+}
+
 // An item of a prefix node. Its range is exact: the keys lie before every row, so that rows are given
 // positions from the last one on, where no mask meets them. Pages are looked up in the row of one member.
 template <class Traits>
@@ -130,6 +142,7 @@ __device__ __forceinline__ void node_work(const AttentionParams& p, const Launch
   w.kv_end = legal ? item.kv_end : item.kv_begin;
   w.partial_end = item.partial + item.q_rows;
   w.tiles = w.q_rows > 0 ? ceil_div(w.kv_end - w.kv_begin, Traits::kKvTile) : 0;
+  w.query_tiles = brings_queries<Traits>(w);
 }
 
 // What is left of an item once the exact lengths are known. Lengths may differ from the planned ones: the
@@ -218,6 +231,7 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
     }
   }
   w.tiles = w.q_rows > 0 && w.kv_end > w.kv_begin ? ceil_div(w.kv_end - w.kv_begin, Traits::kKvTile) : 0;
+  w.query_tiles = brings_queries<Traits>(w);
 }
 
 }  // namespace fi::sm80

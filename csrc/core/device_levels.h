@@ -101,23 +101,29 @@ class LevelChooser {
   FI_DEVICE LevelCounts choose(const PlannerConfig& c, const NodeCount& nodes) {
     const int greatest = nodes.greatest_depth;
     count_ = nodes.nodes;
+    // What a thread asks again at each depth.
+    const Place own = thread_ < count_ ? place(thread_) : Place{-1, -1, 0};
     FI_ROLL
     for (int depth = greatest; depth > 0; --depth) {
       FI_ROLL
-      for (int32_t i = thread_; i < count_; i += kThreads)
-        if (n_.depth[i] == depth) add_to_parent(c, i);
+      for (int32_t i = thread_; i < count_; i += kThreads) {
+        const Place p = i == thread_ ? own : place(i);
+        if (p.depth == depth) add_to_parent(c, i, p);
+      }
       block_.sync();
     }
     FI_ROLL
     for (int depth = 0; depth <= greatest; ++depth) {
       FI_ROLL
-      for (int32_t i = thread_; i < count_; i += kThreads)
-        if (n_.depth[i] == depth) decide(c, i);
+      for (int32_t i = thread_; i < count_; i += kThreads) {
+        const Place p = i == thread_ ? own : place(i);
+        if (p.depth == depth) decide(c, i, p);
+      }
       block_.sync();
     }
     const LevelCounts all = number(c);
     block_.sync();
-    return keep(c, all);
+    return keep(c, all, c.sharing.max_levels < kForestDepth ? int32_t(c.sharing.max_levels) : kForestDepth);
   }
 
   // All nodes as they are, for who wants to see the forest. After a barrier behind the nodes.
@@ -130,10 +136,15 @@ class LevelChooser {
       m_.above[i] = n_.depth[i];
     }
     block_.sync();
-    keep(c, {count_, 0, 0, false});
+    keep(c, {count_, 0, 0, false}, kForestDepth);
   }
 
  private:
+  struct Place {
+    int32_t depth, parent, end;  // KV tokens
+  };
+  FI_DEVICE Place place(int32_t i) const { return {n_.depth[i], n_.parent[i], tokens_to(i)}; }
+
   FI_DEVICE int32_t tokens_to(int32_t i) const { return n_.end[i] * page_size_; }
 
   FI_DEVICE void add(int32_t node, uint32_t tokens, uint32_t members, uint32_t below) {
@@ -155,24 +166,21 @@ class LevelChooser {
     return pays(length, m_.below[i], m_.key_cost[i], m_.overhead[i]);
   }
 
-  FI_DEVICE int32_t tokens_from(int32_t i) const { return n_.parent[i] < 0 ? 0 : tokens_to(n_.parent[i]); }
-
-  FI_DEVICE void add_to_parent(const PlannerConfig& c, int32_t i) {
+  FI_DEVICE void add_to_parent(const PlannerConfig& c, int32_t i, const Place& p) {
     const uint32_t below = m_.below[i];
     uint32_t saved = m_.saved[i];
     weigh(c, i);
-    const int32_t parent = n_.parent[i];
-    if (node_pays(i, tokens_to(i) - tokens_from(i))) saved = below - m_.key_cost[i];
-    add(parent, m_.tokens[i], m_.members[i], below);
-    block_.add(&m_.saved[parent], saved);
+    if (node_pays(i, p.end - tokens_to(p.parent))) saved = below - m_.key_cost[i];
+    add(p.parent, m_.tokens[i], m_.members[i], below);
+    block_.add(&m_.saved[p.parent], saved);
   }
 
-  FI_DEVICE void decide(const PlannerConfig& c, int32_t i) {
-    const int32_t parent = n_.parent[i], above = parent < 0 ? -1 : m_.kept[parent];
-    if (parent < 0) weigh(c, i);
+  FI_DEVICE void decide(const PlannerConfig& c, int32_t i, const Place& p) {
+    const int32_t above = p.parent < 0 ? -1 : m_.kept[p.parent];
+    if (p.parent < 0) weigh(c, i);
     const int32_t start = above < 0 ? 0 : tokens_to(above);
     const int32_t levels = above < 0 ? 0 : m_.above[above] + 1;
-    const bool kept = levels < c.sharing.max_levels && node_pays(i, tokens_to(i) - start);
+    const bool kept = levels < c.sharing.max_levels && node_pays(i, p.end - start);
     m_.above[i] = uint8_t(levels);
     m_.kept[i] = kept ? int16_t(i) : int16_t(above);
   }
@@ -245,7 +253,7 @@ class LevelChooser {
     return fitting;
   }
 
-  FI_DEVICE LevelCounts keep(const PlannerConfig& c, LevelCounts all) {
+  FI_DEVICE LevelCounts keep(const PlannerConfig& c, LevelCounts all, int32_t levels) {
     bool single_rows = all.single_rows;
     FI_ROLL
     for (int32_t i = thread_; i < count_; i += kThreads) {
@@ -264,7 +272,7 @@ class LevelChooser {
     FI_ROLL
     for (int32_t r = thread_; r < requests_; r += kThreads) {
       FI_ROLL
-      for (int level = 0; level < kForestDepth; ++level) l_.path[level][r] = -1;
+      for (int32_t level = 0; level < levels; ++level) l_.path[level][r] = -1;
       int32_t leaf = -1;
       FI_ROLL
       for (int32_t i = n_.deepest[r]; i >= 0; i = n_.parent[i]) {

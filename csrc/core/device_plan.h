@@ -180,7 +180,7 @@ class DevicePlanner {
     int64_t added = 0;
     FI_ROLL
     for (int32_t i = thread_; i < count_.tiles; i += kThreads) {
-      const int32_t j = find_last(levels_->tile, count_.nodes, i), tokens = levels_->tokens[j];
+      const int32_t j = find_owner(levels_->tile, count_.nodes, count_.tiles, i), tokens = levels_->tokens[j];
       const Tile tile = node_tile(j, levels_->begin(j), levels_->end[j], node_kind(c_, tokens),
                                   tokens * c_.group, i - levels_->tile[j]);
       set_tile(tiles, flat_tiles + i, tile);
@@ -365,10 +365,7 @@ class DevicePlanner {
     ItemKey k;
     int bucket = 0;
     if (item < num_items) {
-      // Each tile has an item, so that the item's own lies at most as far before as there are more items.
-      const int32_t more = num_items - num_tiles_, from = item > more ? item - more : 0;
-      const int32_t to = item < num_tiles_ ? item : num_tiles_ - 1;
-      k.tile = from + find_last(&tiles.at(kFirstItem, from), to - from + 1, item);
+      k.tile = find_owner(&tiles.at(kFirstItem, 0), num_tiles_, num_items, item);
       bucket = sort_bucket(uint32_t(item_of(tiles, item, k.tile).cost), shift);
     }
     k.key = sort_.key(bucket, item < num_items);

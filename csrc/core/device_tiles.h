@@ -107,4 +107,11 @@ FI_DEVICE int32_t find_last(const int32_t* sorted, int32_t count, int32_t value)
   return low;
 }
 
+// Which of `count` owners has entry `i` of `total`: owner k has those from first[k] on, at least one, so that
+// it lies at most as far before k as there are more entries than owners.
+FI_DEVICE int32_t find_owner(const int32_t* first, int32_t count, int32_t total, int32_t i) {
+  const int32_t more = total - count, from = i > more ? i - more : 0, to = i < count ? i : count - 1;
+  return from + find_last(first + from, to - from + 1, i);
+}
+
 }  // namespace fi

@@ -24,8 +24,14 @@ class CudaBlock {
   __device__ __forceinline__ bool sync_or(bool v) { return __syncthreads_or(v); }
   __device__ __forceinline__ void sync_cluster() {
 #if __CUDA_ARCH__ >= 900
+    // Releases are cumulative: one warp's, behind a barrier of the block, is one for all that the block
+    // wrote, and fifteen fewer of the fences that wait for all caches.
+    __syncthreads();
+    if (threadIdx.x < kWarp)
+      ptx::barrier_cluster_arrive();
+    else
+      ptx::barrier_cluster_arrive_relaxed();
     __syncwarp();  // what .aligned asks for
-    ptx::barrier_cluster_arrive();
     ptx::barrier_cluster_wait();
 #else
     __syncthreads();

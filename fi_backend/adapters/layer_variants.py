@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +20,9 @@ from fi_backend.hooks import AttentionLayer, plugins
 
 KEY: Final = "fi_backend"
 _OF_A_STEP: Final = ("requests", "tokens")
+
+
+_reported: set[AttentionVariant] = set()
 
 
 class Asked(NamedTuple):
@@ -68,11 +72,11 @@ def find_asked(asked: Asked, spec: AttentionSpec, device: torch.device) -> Atten
     return variant
 
 
-def choose(layer: AttentionLayer) -> Chosen:
+def choose(layer: AttentionLayer, log: logging.Logger) -> Chosen:
     """Return what a layer runs: what a plug-in says, else what was asked for by name, else plain attention.
 
-    Lists among the arguments that were given by name become tensors. Raises TypeError, ValueError or
-    UnsupportedError that names the layer, whoever chose, and the argument.
+    Lists among the arguments that were given by name become tensors. log: gets one line for each variant.
+    Raises TypeError, ValueError or UnsupportedError that names the layer, whoever chose, and the argument.
     """
     answer = plugins().layer_variant(layer)
     if answer is None:
@@ -98,6 +102,9 @@ def choose(layer: AttentionLayer) -> Chosen:
                 args[name] = value.detach()
     except (TypeError, ValueError, UnsupportedError) as error:
         raise type(error)(f"attention layer {layer.name}: variant, {who}: {error}") from None
+    if found not in _reported:
+        _reported.add(found)
+        log.info("attention layers run the variant %s, %s; the first is %s", found.name, who, layer.name)
     return Chosen(found, args)
 
 

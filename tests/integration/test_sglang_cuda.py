@@ -8,6 +8,7 @@ One engine for each configuration, in a process that is killed when it takes too
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,8 @@ DRAFTS = {
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 4,
 }
+# Changes nothing, but has kernels of its own; copy-llama has four heads.
+VARIANT = {"fi_backend": {"variant": "output_scale", "variant_args": {"scale": [1.0] * 4}}}
 TREES = {**DRAFTS, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 
 # environment: variables; the rest: arguments of sglang.Engine.
@@ -58,6 +61,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "graphs, 16, taken back": {"page_size": 16, "environment": {"SGLANG_TEST_RETRACT": "1"}},
     "graphs, 16, fp8 cache": {"page_size": 16, "kv_cache_dtype": "fp8_e4m3"},
     "graphs, 16, deterministic": {"page_size": 16, "enable_deterministic_inference": True},
+    "graphs, 16, variant": {
+        "page_size": 16,
+        "json_model_override_args": json.dumps(VARIANT),
+        "log_level": "info",
+    },
     "prefill alone, 1": {"attention_backend": "triton", "prefill_attention_backend": "fi"},
     "decode alone, 1": {"attention_backend": "triton", "decode_attention_backend": "fi"},
     "drafts in chains, 1": DRAFTS,
@@ -197,6 +205,10 @@ def test_requests_were_taken_back(results: Any, name: str) -> None:
     result = results(name)
     retractions = sum(sum(batch["retractions"]) for batch in result["batches"])
     assert retractions or "etract" in result["log"]
+
+
+def test_the_variant_ran(results: Any) -> None:
+    assert results("graphs, 16, variant")["log"].count("attention layers run the variant output_scale") == 1
 
 
 def test_a_deterministic_engine_gives_equal_bits_in_any_batch(results: Any) -> None:

@@ -37,6 +37,7 @@ def results(
         "max_total_tokens": 8192,
         "chunked_prefill_size": 256,
         "page_size": 16,
+        "log_level": "info",
     }
     batches = [{"prompts": PROMPTS, "max_tokens": GENERATED, "logprobs": True}] * 2
     arguments = {"recency": {"json_model_override_args": json.dumps(recency.ASKED)}, "plain": {}}
@@ -53,6 +54,8 @@ def test_the_model_computes_what_the_variant_says(
 ) -> None:
     stats = results[name]["stats"]
     assert stats.layers == 3
+    log = results[name]["log"]  # of all runs
+    assert log.count("run the variant recency, plug-in 'recency_attention'; the first is") == 1
     assert stats.attention_calls == 3 * stats.steps > 0
     first, cached = results[name]["batches"]
     assert sum(cached["cached"]) > 500

@@ -43,6 +43,13 @@ V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 ALL, GROUP, GROUPS = 5120, 1024, 8
 # Tokens of a pool that holds the prompts, but not what is generated.
 TREE_POOL = ALL + GROUPS * GROUP + CONCURRENT * 48 + 512
+
+
+def _outputs_times(factor: float) -> dict[str, Any]:
+    """A shipped variant of attention, asked for by its name; copy-llama has four heads."""
+    return {"fi_backend": {"variant": "output_scale", "variant_args": {"scale": [factor] * 4}}}
+
+
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 3}
 
 # Requests behind a text of all and a text of their group.
@@ -105,7 +112,17 @@ RUNS: dict[str, dict[str, Any]] = {
         "compilation_config": FULL,
         "kv_cache_memory_bytes": 8192 * 2 * 2 * 128 * 2 * LAYERS,
     },
+    "variant, FULL, 16": {
+        "block_size": 16,
+        "compilation_config": FULL,
+        "additional_config": _outputs_times(1.0),
+    },
     # The tests of this file can fail: what is broken on purpose is seen in the answers.
+    "variant that silences": {
+        "block_size": 16,
+        "compilation_config": FULL,
+        "additional_config": _outputs_times(0.0),
+    },
     "lengths one page short": {
         "block_size": 16,
         "enforce_eager": True,
@@ -121,7 +138,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "speculative_config": NGRAM,
     },
 }
-BROKEN = ("lengths one page short", "no appends while decoding")
+BROKEN = ("variant that silences", "lengths one page short", "no appends while decoding")
 OURS = [name for name in RUNS if name not in (*BROKEN, "FLASH_ATTN")]
 # The questions of those that run the first three batches.
 SINGLE = [name for name in OURS if name not in SHARING]

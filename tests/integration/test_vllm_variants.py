@@ -68,6 +68,8 @@ def test_the_model_computes_what_the_variant_says(
     assert sum(cached["cached"]) > 500
     assert cached["tokens"] == scored["tokens"]
     _check(result, random_model("llama"), strength)
+    # All runs share one log.
+    assert result["log"].count("run the variant recency, plug-in 'recency_attention'; the first is") == 1
 
 
 def test_the_variant_changes_the_answers(results: Any) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from fi_backend import AttentionSpec, AttentionVariant, TensorParam, UnsupportedError
 from fi_backend.adapters import layer_variants
-from fi_backend.adapters.layer_variants import Asked, Chosen, asked_for, choose, find_asked
+from fi_backend.adapters.layer_variants import Asked, Chosen, asked_for, find_asked
 from fi_backend.hooks import AttentionLayer, LayerVariant, Plugins, hookimpl
 
 SPEC = AttentionSpec(4, 2, 32, dtype="float32")
@@ -37,6 +38,10 @@ def layer(**changes: Any) -> AttentionLayer:
     return AttentionLayer(**{**fields, "device": CPU, **changes})
 
 
+def choose(layer: AttentionLayer) -> Chosen:
+    return layer_variants.choose(layer, logging.getLogger("fi_backend.tests"))
+
+
 def plugin(answer: Any) -> Any:
     class Answers:
         @hookimpl
@@ -59,6 +64,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Plugins:
     found = Plugins()
     found.register(Known(), "known")
     monkeypatch.setattr(layer_variants, "plugins", lambda: found)
+    monkeypatch.setattr(layer_variants, "_reported", set())
     monkeypatch.setattr("fi_backend.hooks.plugins", lambda: found)
     return found
 
@@ -76,6 +82,16 @@ def test_asked_for_by_name() -> None:
     assert chosen.args["factor"] == 2
     assert torch.equal(chosen.args["bias"], torch.tensor([0, 1, 2.5, 3]))
     assert given == {"bias": [0, 1, 2.5, 3], "factor": 2}
+
+
+def test_each_variant_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        for index, name in enumerate(("weighted", "gated", None, "weighted")):
+            choose(layer(name=f"layer {index}", variant=name))
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention layers run the variant weighted, asked for by name; the first is layer 0",
+        "attention layers run the variant gated, asked for by name; the first is layer 1",
+    ]
 
 
 def test_a_plugin_decides_by_layer(registered: Plugins) -> None:

@@ -96,7 +96,7 @@ class Layers:
 
     def _choose(self, name: str, layer: Any, spec: AttentionSpec) -> Chosen:
         described = describe_layer(name, layer, spec, self._device, self._runner, self._asked)
-        chosen = self._chosen[layer] = choose(described)
+        chosen = self._chosen[layer] = choose(described, _log)
         if chosen.variant is not None:
             refuse_other_backends(self._runner, name)
         return chosen

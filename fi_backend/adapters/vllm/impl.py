@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any, TypedDict
 
@@ -32,6 +33,8 @@ from .translate import (
     sharing_limits,
     step_limits,
 )
+
+_log = logging.getLogger("vllm.plugins.fi_backend")
 
 
 class _Scales(TypedDict, total=False):
@@ -125,7 +128,7 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
             return
         spec = replace(self.spec, head_dim_v=layer.head_size_v)
         described = describe_layer(name, spec, self._device, self._config, self._asked)
-        self._chosen = choose(described)
+        self._chosen = choose(described, _log)
         self._reserve(spec, self._chosen.variant)
 
     def _reserve(self, spec: AttentionSpec, variant: AttentionVariant | None) -> None:

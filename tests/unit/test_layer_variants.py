@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -238,6 +240,26 @@ def test_requests_that_cannot_be_read(given: Any, text: str) -> None:
 def test_requests_that_can() -> None:
     assert asked_for("hf_config", None) == asked_for("hf_config", {}) == Asked(None, {})
     assert asked_for("hf_config", {"variant": "a", "variant_args": {"b": 1}}) == Asked("a", {"b": 1})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_example_answers_while_a_model_is_built(
+    registered: Plugins, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Engines make the dtype of the model torch's default then; each rank gets its part of the heads."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "recency_attention"))
+    registered.register(importlib.import_module("recency_attention"), "recency_attention")
+    asked = {"variant": "recency", "variant_args": {"strength": 7.0, "layers": [3]}}
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        chosen = choose(layer(tensor_parallel=(rank, 2), **asked))
+        assert choose(layer(index=4, **asked)) == Chosen(None, None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert chosen.args is not None
+    assert chosen.args["power"].tolist() == [4.0 * rank + head for head in range(4)]
+    with pytest.raises(ValueError, match="recency: expected strength and layers; got 'power'"):
+        choose(layer(variant="recency", variant_args={"power": 1}))
 
 
 def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

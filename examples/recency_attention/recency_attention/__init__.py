@@ -39,5 +39,7 @@ def fi_backend_layer_variant(layer: AttentionLayer) -> LayerVariant | None:
     if options["layers"] is not None and layer.index not in options["layers"]:
         return LayerVariant(None)
     rank, ranks = layer.tensor_parallel
-    powers = torch.linspace(0, options["strength"], ranks * layer.spec.num_qo_heads, device=layer.device)
+    # While an engine builds a model, its dtype is the default one.
+    kind = {"dtype": torch.float32, "device": layer.device}
+    powers = torch.linspace(0, options["strength"], ranks * layer.spec.num_qo_heads, **kind)
     return LayerVariant(RECENCY, {"power": powers.chunk(ranks)[rank]})

@@ -27,9 +27,8 @@ class RequestGroups {
   // A phase before anything else; clears the tables.
   FI_DEVICE void begin(int32_t requests) {
     requests_ = requests;
-    mask_ = 2 * kWarp - 1;  // a warp's tasks are of one table
-    FI_ROLL
-    while (mask_ + 1 < 2 * requests) mask_ = 2 * mask_ + 1;
+    // At least two warps, so that a warp's tasks are of one table.
+    mask_ = (2 << bit_width(uint32_t(requests > kWarp ? requests - 1 : kWarp - 1))) - 1;
     FI_ROLL
     for (int32_t i = thread_; i < kForestSlots; i += kThreads) m_.table[i] = -1;
     FI_ROLL

@@ -150,8 +150,7 @@ class NodeEmitter {
   template <class Visit>
   FI_DEVICE void for_tasks(int first_warp, Visit visit) {
     const int32_t groups = (requests_ + kWarp - 1) / kWarp;
-    int log2 = 0;
-    while (1 << log2 < groups) ++log2;
+    const int log2 = bit_width(uint32_t(groups - 1));
     const int64_t most = a_.config.sharing.max_levels;
     const int32_t levels = most < kForestDepth ? int32_t(most) : kForestDepth;
     FI_ROLL

@@ -50,13 +50,20 @@ FI_HOST_DEVICE uint32_t chunk_align(const PlannerConfig& c) {
   return uint32_t(c.invariant_grid > 0 ? c.invariant_grid : c.granule);
 }
 
+FI_HOST_DEVICE int bit_width(uint32_t v) {
+#if defined(__CUDA_ARCH__)
+  return 32 - __clz(int(v));
+#else
+  return std::bit_width(v);
+#endif
+}
+
 // The least query tile that holds `packed_rows`, or the greatest one if none does.
 FI_HOST_DEVICE int query_tile(const PlannerConfig& c, int64_t packed_rows) {
-  int kind = 0;
-  while (tile_height(kind) < c.max_tile &&
-         (tile_height(kind) < packed_rows || tile_height(kind) < c.min_tile))
-    ++kind;
-  return kind;
+  const int32_t most = packed_rows < c.max_tile ? int32_t(packed_rows) : c.max_tile;
+  const int32_t rows = most > c.min_tile ? most : c.min_tile;
+  const int kind = bit_width(uint32_t(rows - 1)) - 3;  // without a loop: a device asks this at every turn
+  return rows == 1 ? 0 : kind > 1 ? kind : 1;
 }
 
 // The tile that begins at packed row `q_begin` of a request.
@@ -204,11 +211,7 @@ inline constexpr int kSortBits = 8;
 inline constexpr int kSortBuckets = 1 << kSortBits;
 
 FI_HOST_DEVICE int sort_shift(uint32_t greatest_cost) {
-#if defined(__CUDA_ARCH__)
-  const int width = 32 - __clz(int(greatest_cost));
-#else
-  const int width = std::bit_width(greatest_cost);
-#endif
+  const int width = bit_width(greatest_cost);
   return width > kSortBits ? width - kSortBits : 0;
 }
 

@@ -6,6 +6,7 @@ Checked against SGLang 0.5.17 and 0.5.23. Importing this module imports no part 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any, Final
 
@@ -155,9 +156,8 @@ def install() -> None:
 
 def plans_on_another_stream() -> bool:
     """Return whether SGLang prepares the steps of speculation on a stream beside that of the model."""
-    from sglang.srt.environ import envs
-
-    variable = getattr(envs, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM", None)
+    settings = importlib.import_module("sglang.srt.environ").envs
+    variable = getattr(settings, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM", None)
     return variable is not None and bool(variable.get())
 
 

@@ -112,11 +112,14 @@ def attention_of(state: EngineState, convert: Callable[[Tensor], Any]) -> BatchA
         num_ctas=batch.num_ctas,
         costs=batch.costs,
         device=batch.device,
+        sharing=batch.sharing,
     )
     starts = torch.tensor([batch.layout.first_token, *batch.q_lens]).cumsum(0).to(torch.int32)
     host = host_converter(state, convert)
     masks = None if state.masks is None else [host(mask) for mask in state.masks]
-    attention.plan(host(starts), table_of(state, convert), custom_mask=masks)
+    shares = batch.sharing is not None
+    plan = attention.plan(host(starts), table_of(state, convert), custom_mask=masks, detect_prefixes=shares)
+    assert (plan.num_nodes > 0) is shares
     return attention
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from fi_backend.arrays.operators import append_kv, merge_state, merge_states
     from fi_backend.arrays.page_table import PageTable
     from fi_backend.core.planner import CostModel
+    from fi_backend.core.prefix_forest import PrefixForest
+    from fi_backend.core.sharing import SharingLimits
     from fi_backend.core.spec import AttentionSpec
     from fi_backend.core.variant import AttentionVariant, TensorParam
 
@@ -24,6 +26,8 @@ _LAZY = {
     "BatchAttention": "fi_backend.arrays.attention",
     "CostModel": "fi_backend.core.planner",
     "PageTable": "fi_backend.arrays.page_table",
+    "PrefixForest": "fi_backend.core.prefix_forest",
+    "SharingLimits": "fi_backend.core.sharing",
     "TensorParam": "fi_backend.core.variant",
     "append_kv": "fi_backend.arrays.operators",
     "merge_state": "fi_backend.arrays.operators",
@@ -36,6 +40,8 @@ __all__ = [
     "BatchAttention",
     "CostModel",
     "PageTable",
+    "PrefixForest",
+    "SharingLimits",
     "TensorParam",
     "append_kv",
     "merge_state",

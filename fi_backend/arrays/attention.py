@@ -4,32 +4,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from fi_backend.arrays.arguments import ArrayArguments, scale_view
 from fi_backend.arrays.host import HostPlace, HostStep
-from fi_backend.arrays.library import (
-    Array,
-    current_stream,
-    device_of,
-    expect_array,
-    library_of,
-    stream_handle,
-)
+from fi_backend.arrays.library import Array, device_of, expect_array, library_of
 from fi_backend.arrays.native import advised
-from fi_backend.arrays.page_table import PageTable
+from fi_backend.arrays.page_table import PageTable, expect_table
 from fi_backend.arrays.place import place
 from fi_backend.arrays.result import allocated, given
-from fi_backend.arrays.view import host_view, view
+from fi_backend.arrays.view import host_masks, host_view, view
 from fi_backend.core import kernels
 from fi_backend.core.custom_mask import PackedMask, pack_bits, pack_for
-from fi_backend.core.index_arrays import expect_dtype
 from fi_backend.core.layout_checks import expect_given, expect_layout
 from fi_backend.core.plan import Plan
 from fi_backend.core.planner import CostModel, Limits, Planner
+from fi_backend.core.prefix_forest import PrefixForest
+from fi_backend.core.sharing import SharingLimits
 from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.step_forest import expect_one_source, found, shares
 from fi_backend.core.support import MAX_KV_LEN, cost_model, query_tiles, unsupported_reason
 from fi_backend.core.variant import AttentionVariant
 from fi_backend.core.variant_names import find_variant
@@ -44,11 +40,10 @@ class BatchAttention:
     spec: what is fixed for the layer. max_requests, max_tokens: of one step (query tokens of all requests
     together). max_kv_len: KV tokens of one request. device: where q and the caches live, "cpu" or "cuda:0".
     num_ctas: workers to balance over (default: OpenMP's threads, or one a multiprocessor). planned_queues,
-    costs: as for fi_backend.BatchAttention. variant: functors of the user, or the name of a registered
-    variant.
+    costs, sharing: as for fi_backend.BatchAttention. variant: functors of the user, or the name of a
+    registered variant.
 
-    Scratch memory is allocated here. Raises UnsupportedError when the spec cannot run on the device. Shared
-    prefixes need fi_backend.BatchAttention, and torch.
+    Scratch memory is allocated here. Raises UnsupportedError when the spec cannot run on the device.
     """
 
     def __init__(
@@ -62,6 +57,7 @@ class BatchAttention:
         num_ctas: int | None = None,
         planned_queues: bool = False,
         costs: CostModel | None = None,
+        sharing: SharingLimits | None = None,
         variant: AttentionVariant | str | None = None,
     ) -> None:
         self.variant = find_variant(variant)
@@ -80,6 +76,7 @@ class BatchAttention:
             costs=cost_model(spec, self.device, costs),
             planned_queues=planned_queues,
             tiles=query_tiles(spec, self.device),
+            sharing=sharing,
             variant=self.variant,
         )
         plain = (
@@ -114,6 +111,9 @@ class BatchAttention:
         page_table: PageTable,
         *,
         custom_mask: Array | Sequence[Array] | None = None,
+        forest: PrefixForest | None = None,
+        detect_prefixes: bool = False,
+        shareable: Array | None = None,
         stream: object = None,
     ) -> Plan:
         """Balance one step; every layer of the step then calls run().
@@ -122,6 +122,8 @@ class BatchAttention:
         the KV of the same requests lies.
         custom_mask: bool in host memory; one [q_len, kv_len] or [q_len, heads, kv_len] a request, or all of
             them as one vector. Needs a spec with custom_mask=True. On CUDA the call waits for its upload.
+        forest, detect_prefixes, shareable: as for fi_backend.BatchAttention; prefixes are looked for in
+            tables of the host. Needs `sharing`.
         stream: of CUDA, on which the plan and the index arrays are uploaded (default: the current one of the
         table's library, CUDA's default stream for contiguous KV); up to four uploads may be under way. Call
         it outside of the capture of a graph, and again before each replay: addresses stay.
@@ -132,22 +134,24 @@ class BatchAttention:
         an input breaks a limit; the previous plan then stays.
         """
         starts = host_view("qo_indptr", qo_indptr)
-        self._expect_table(starts, page_table)
-        handle = self._stream(stream, page_table.source)
+        expect_table(self.spec, self.device, starts, page_table)
+        expect_one_source(forest, detect_prefixes, shareable)
+        handle = self._place.stream_of(stream, page_table.source)
         table = page_table
-        if page_table.indices is not None:
-            indices: Any = view("page_table", page_table.source, stream=handle)
-        else:
-            indices = None
-        mask = pack_for(self.spec, _masks(custom_mask), starts, page_table.kv_lens, None, self._packed)
+        indices: Any = None
+        if table.indices is not None:
+            indices = view("page_table", table.source, stream=handle)
+        mask = pack_for(self.spec, host_masks(custom_mask), starts, table.kv_lens, None, self._packed)
+        if detect_prefixes or forest is not None:
+            forest = self._forest(forest, starts, replace(table, indices=indices), shareable)
         host, buffer = self._step.host()
         try:
             with advised():
-                lens = view("kv_lens", page_table.kv_lens)
-                self.planner.plan(view("qo_indptr", starts), lens, buffer)
+                lens = view("kv_lens", table.kv_lens)
+                self.planner.plan(view("qo_indptr", starts), lens, buffer, forest)
         except ValueError as error:
             raise PlanError(str(error)) from None
-        arrays = (starts, page_table.row_begin, page_table.row_end, page_table.kv_lens)
+        arrays = (starts, table.row_begin, table.row_end, table.kv_lens)
         self._qo_indptr, begin, end, lens = self._step.publish(arrays, handle)
         # The views keep what they are of alive until the next plan.
         self._table = PageTable(
@@ -158,37 +162,26 @@ class BatchAttention:
         read_only.flags.writeable = False
         return Plan(read_only, self.planner.layout)
 
+    def _forest(
+        self, forest: PrefixForest | None, starts: Any, table: PageTable, limits: Array | None
+    ) -> PrefixForest | None:
+        """What is given, or found where nothing is; None where the layer does not share."""
+        name = "detect_prefixes" if forest is None else "forest"
+        if not shares(self.spec, self.variant, self.planner.sharing, name):
+            return None
+        if forest is not None:
+            return forest
+        begin, end = view("row_begin", table.row_begin), view("row_end", table.row_end)
+        table = replace(table, row_begin=begin, row_end=end)
+        most = None if limits is None else host_view("shareable", limits)
+        return found(self.spec, self.device, table, (starts, table.kv_lens), most)
+
     def _packed(
         self, mask: Any, q_lens: Any, kv_lens: Any, _: object, *, num_heads: Collection[int]
     ) -> PackedMask:
         packed = pack_bits(mask, q_lens, kv_lens, num_heads)
         bits, begin, lens = map(self._place.constant, (packed.bits, packed.begin, kv_lens.copy()))
         return PackedMask(bits, begin, lens, packed.num_heads)
-
-    def _expect_table(self, starts: Any, table: PageTable) -> None:
-        if not isinstance(table, PageTable):
-            got = f"{type(table).__module__}.{type(table).__name__}"
-            raise TypeError(f"page_table: expected a PageTable of fi_backend.arrays; got {got}.")
-        expect_dtype("qo_indptr", starts, "int32")
-        if starts.shape != (table.num_requests + 1,):
-            raise PlanError(
-                f"qo_indptr: expected {table.num_requests + 1} entries, one more than the page table has "
-                f"requests; got shape {starts.shape}."
-            )
-        expected = 1 if table.indices is None else self.spec.page_size
-        if table.page_size != expected:
-            raise PlanError(f"page_table: expected page_size {expected}, the spec's; got {table.page_size}.")
-        if table.source is not None and (lies := device_of("page_table", table.source)) != self.device:
-            raise PlanError(f"page_table: expected pages on {self.device}; got them on {lies}.")
-
-    def _stream(self, stream: object, array: Any) -> int:
-        if isinstance(self._place, HostPlace):
-            if stream is not None:
-                raise ValueError("stream: expected None on a CPU; got one.")
-            return 0
-        if stream is not None:
-            return stream_handle(stream)
-        return 0 if array is None else current_stream(array)
 
     def run(
         self,
@@ -228,7 +221,7 @@ class BatchAttention:
             raise PlanError("run(): expected plan() to have been called for this step; got no plan.")
         spec = self.spec
         self._expect_here(q=q, k_cache=k_cache, v_cache=v_cache)
-        handle = self._stream(stream, q)
+        handle = self._place.stream_of(stream, q)
         if self._mask is not None and self._place.is_capturing(handle):
             raise UnsupportedError("custom_mask: a graph would read a mask that the next plan() frees.")
         queries = view("q", q, stream=handle, raw=spec.dtype)
@@ -285,10 +278,3 @@ class BatchAttention:
             expect_array(name, array)
             if (lies := device_of(name, array)) != self.device:
                 raise ValueError(f"{name}: expected an array on {self.device}; got one on {lies}.")
-
-
-def _masks(custom_mask: Any) -> Any:
-    """Masks of any library as NumPy's."""
-    if custom_mask is None or hasattr(custom_mask, "__dlpack__"):
-        return custom_mask if custom_mask is None else host_view("custom_mask", custom_mask)
-    return [host_view(f"custom_mask[{i}]", each) for i, each in enumerate(custom_mask)]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from fi_backend import env
 from fi_backend.arrays import cuda_driver as driver
 from fi_backend.arrays.capsule import bytes_at, set_cuda
-from fi_backend.arrays.library import Library
+from fi_backend.arrays.library import Library, current_stream, stream_handle
 from fi_backend.arrays.view import view
 from fi_backend.core.faults import faults_at, raise_faults
 from fi_backend.core.jit.arch import arch_of_capability
@@ -64,6 +64,12 @@ class CudaPlace:
     def append_option(self) -> int:
         """Return the option of append_kv(): whether it waits and checks the slots."""
         return env.debug()
+
+    def stream_of(self, stream: object, array: Any) -> int:
+        """Return the handle of a stream, by default of the current one of the array's library."""
+        if stream is not None:
+            return stream_handle(stream)
+        return 0 if array is None else current_stream(array)
 
     def prepare(self, module: Any) -> None:
         """Load the kernels of a module on this device, which a capture forbids later."""

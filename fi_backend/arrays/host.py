@@ -58,6 +58,12 @@ class HostPlace:
         """Return the option of append_kv(): the threads."""
         return self.workers()
 
+    def stream_of(self, stream: object, array: object) -> int:  # noqa: ARG002
+        """Return 0; raises ValueError for a stream, which a CPU does not have."""
+        if stream is not None:
+            raise ValueError("stream: expected None on a CPU; got one.")
+        return 0
+
     def prepare(self, module: Any) -> None:
         """Do nothing: a loaded module can run."""
 

@@ -7,14 +7,7 @@ from typing import Any, TypeVar
 
 from fi_backend.arrays.arguments import scale_view
 from fi_backend.arrays.host import HostPlace
-from fi_backend.arrays.library import (
-    Array,
-    current_stream,
-    device_of,
-    expect_array,
-    library_of,
-    stream_handle,
-)
+from fi_backend.arrays.library import Array, device_of, expect_array, library_of
 from fi_backend.arrays.native import advised
 from fi_backend.arrays.place import place
 from fi_backend.arrays.result import allocated, given
@@ -138,11 +131,7 @@ def _where(name: str, array: Array, stream: object) -> tuple[Any, int]:
     """The place of a call and the handle of its stream."""
     expect_array(name, array)
     here = place(device_of(name, array))
-    if isinstance(here, HostPlace):
-        if stream is not None:
-            raise ValueError("stream: expected None on a CPU; got one.")
-        return here, 0
-    return here, current_stream(array) if stream is None else stream_handle(stream)
+    return here, here.stream_of(stream, array)
 
 
 def _result(name: str, array: Any, like: Any, shape: tuple[int, ...], dtype: str | None, stream: int) -> Any:

@@ -8,7 +8,10 @@ from typing import Any, cast
 
 from fi_backend.arrays.library import Array, device_of, expect_array
 from fi_backend.arrays.view import host_view, view
+from fi_backend.core.index_arrays import expect_dtype
 from fi_backend.core.page_table import PageTable as CorePageTable
+from fi_backend.core.spec import AttentionSpec
+from fi_backend.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +86,24 @@ class PageTable(CorePageTable):
         kv_indptr: int32 or int64 [requests + 1].
         """
         return _made(super(PageTable, cls).ragged(_host("kv_indptr", kv_indptr)), None)
+
+
+def expect_table(spec: AttentionSpec, device: str, starts: Any, table: object) -> None:
+    """Check that query starts of the host and a page table are of one batch, of the spec and the device."""
+    if not isinstance(table, PageTable):
+        got = f"{type(table).__module__}.{type(table).__name__}"
+        raise TypeError(f"page_table: expected a PageTable of fi_backend.arrays; got {got}.")
+    expect_dtype("qo_indptr", starts, "int32")
+    if starts.shape != (table.num_requests + 1,):
+        raise PlanError(
+            f"qo_indptr: expected {table.num_requests + 1} entries, one more than the page table has "
+            f"requests; got shape {starts.shape}."
+        )
+    expected = 1 if table.indices is None else spec.page_size
+    if table.page_size != expected:
+        raise PlanError(f"page_table: expected page_size {expected}, the spec's; got {table.page_size}.")
+    if table.source is not None and (lies := device_of("page_table", table.source)) != device:
+        raise PlanError(f"page_table: expected pages on {device}; got them on {lies}.")
 
 
 def _made(table: CorePageTable, source: Array | None) -> PageTable:

@@ -71,6 +71,15 @@ def host_view(name: str, array: Array) -> npt.NDArray[Any]:
     return np.from_dlpack(view(name, array))
 
 
+def host_masks(masks: Any) -> Any:
+    """Return one mask of any library, or one a request, in host memory as NumPy's; None stays."""
+    if masks is None:
+        return None
+    if hasattr(masks, "__dlpack__"):
+        return host_view("custom_mask", masks)
+    return [host_view(f"custom_mask[{i}]", mask) for i, mask in enumerate(masks)]
+
+
 def _numpy_capsule(array: Any, retyped: str | None) -> object:
     if not array.flags.aligned:
         raise ValueError("its elements do not start at multiples of their size; copy it")

@@ -25,8 +25,9 @@ from fi_backend.core.plan_buffer import PlanBuffer
 from fi_backend.core.planner import CostModel, Limits, Planner
 from fi_backend.core.prefix_forest import PrefixForest
 from fi_backend.core.share_tally import ShareTally
-from fi_backend.core.sharing import SharingLimits, flat_reason
+from fi_backend.core.sharing import SharingLimits
 from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.step_forest import expect_one_source, found, shares
 from fi_backend.core.variant import AttentionVariant
 from fi_backend.core.variant_args import VariantArguments
 from fi_backend.core.variant_names import find_variant
@@ -148,10 +149,7 @@ class BatchAttention:
                 )
             page_table = page_table.to_page_table()
         expect_table(self.spec, self.device, qo_indptr, page_table)
-        if detect_prefixes and forest is not None:
-            raise PlanError("detect_prefixes: expected False with a forest; got both.")
-        if shareable is not None and not detect_prefixes:
-            raise PlanError("shareable: expected detect_prefixes=True with it; got False.")
+        expect_one_source(forest, detect_prefixes, shareable)
         on_device = self.device.type == "cuda" and qo_indptr_host is None and kv_lens_host is None
         if on_device:
             if forest is not None:
@@ -171,37 +169,16 @@ class BatchAttention:
                     raise PlanError(f"{name}: expected a host tensor, given with the other one; got none.")
             mask = pack_for(self.spec, custom_mask, q_host, kv_host, self.device)
             if detect_prefixes and self._shares("detect_prefixes"):
-                forest = self._find_forest(q_host, kv_host, page_table, shareable)
-            plan = self._plan_on_host(q_host, kv_host, self._shared(forest))
+                forest = found(self.spec, self.device, page_table, (q_host, kv_host), shareable)
+            elif forest is not None and not self._shares("forest"):
+                forest = None
+            plan = self._plan_on_host(q_host, kv_host, forest)
         self._qo_indptr, self._table, self._mask = qo_indptr, page_table, mask
         self._mask_moves = mask is not None and mask is not custom_mask
         return plan
 
     def _shares(self, name: str) -> bool:
-        if flat_reason(self.spec, self.variant):
-            return False
-        if self.planner.sharing is None:
-            raise PlanError(
-                f"{name}: expected a BatchAttention with sharing=SharingLimits(...); got one without, which "
-                "has no room for prefix nodes."
-            )
-        return True
-
-    def _shared(self, forest: PrefixForest | None) -> PrefixForest | None:
-        if forest is not None and not isinstance(forest, PrefixForest):
-            raise TypeError(f"forest: expected a PrefixForest; got {type(forest).__name__}.")
-        return forest if forest is not None and self._shares("forest") else None
-
-    def _find_forest(
-        self, qo_indptr: Tensor, kv_lens: Tensor, table: PageTable, limits: Tensor | None
-    ) -> PrefixForest:
-        tile = support.query_tiles(self.spec, self.device)[1]
-        try:
-            return PrefixForest.of_step(
-                table, qo_indptr, kv_lens, group=self.spec.group_size, max_tile=tile, limits=limits
-            )
-        except ValueError as error:
-            raise PlanError(str(error)) from None
+        return shares(self.spec, self.variant, self.planner.sharing, name)
 
     def _plan_on_device(
         self, qo_indptr: Tensor, kv_lens: Tensor, searched: PageTable | None, shareable: Tensor | None

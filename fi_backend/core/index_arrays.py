@@ -13,6 +13,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+
+_HOST = 1  # DLPack's DLDeviceType
 
 
 def is_torch(array: Any) -> bool:
@@ -61,8 +64,30 @@ def expect_alike(name: str, array: object, other_name: str, other: object) -> No
 
 
 def on_host(array: Any) -> bool:
-    """Return whether the contents can be looked at: NumPy's, and torch's on the CPU."""
-    return bool(array.device.type == "cpu") if is_torch(array) else isinstance(array, np.ndarray)
+    """Return whether the array lies in host memory."""
+    if is_torch(array):
+        return bool(array.device.type == "cpu")
+    return isinstance(array, np.ndarray) or int(array.__dlpack_device__()[0]) == _HOST
+
+
+def is_contiguous(array: Any) -> bool:
+    """Return whether the elements lie side by side in the order of their indices."""
+    return bool(array.is_contiguous() if is_torch(array) else array.flags.c_contiguous)
+
+
+def as_numpy(array: Any) -> npt.NDArray[Any]:
+    """Return an array of the host as NumPy's, over the same memory."""
+    plain: npt.NDArray[Any] = array.numpy() if is_torch(array) else array
+    return plain
+
+
+def as_library_of(array: Any, made: npt.NDArray[Any]) -> Any:
+    """Return `made` as an array of the library of `array`, over the same memory."""
+    if is_torch(array):
+        import torch
+
+        return torch.from_numpy(made)
+    return made
 
 
 def strides_of(array: Any) -> tuple[int, ...]:
@@ -91,5 +116,5 @@ def as_dtype(array: Any, dtype: str) -> Any:
 
 def first_true(flags: Any) -> int | None:
     """Return the index of the first True of a vector on the host, or None."""
-    found = np.flatnonzero(flags.numpy() if is_torch(flags) else flags)
+    found = np.flatnonzero(as_numpy(flags))
     return int(found[0]) if found.size else None

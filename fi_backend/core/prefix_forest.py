@@ -5,14 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from fi_backend.core.index_arrays import (
+    as_library_of,
+    as_numpy,
+    dtype_name,
+    expect_array,
+    is_contiguous,
+    on_host,
+    size_of,
+)
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.planner import module
 from fi_backend.core.prefix_paths import nodes_of_paths
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
 
 # Nodes on the way from a root that are looked for. Below it, requests read their keys for themselves.
 MAX_DEPTH = 8
@@ -20,11 +32,10 @@ PARENT, BEGIN, END, MEMBER_BEGIN, MEMBER_END = range(5)
 
 
 def _expect_int32(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a torch tensor; got {type(tensor).__name__}.")
-    if tensor.dtype is not torch.int32:
+    expect_array(name, tensor)
+    if dtype_name(tensor.dtype) != "int32":
         raise TypeError(f"{name}: expected int32; got {tensor.dtype}.")
-    if tensor.device.type != "cpu":
+    if not on_host(tensor):
         raise ValueError(f"{name}: expected a host tensor; got one on {tensor.device}.")
 
 
@@ -50,11 +61,12 @@ def shareable(q_lens: Tensor, kv_lens: Tensor, page_size: int, group: int, max_t
     """
     _expect_int32("q_lens", q_lens)
     _expect_int32("kv_lens", kv_lens)
-    q = q_lens.numpy()  # whose operators take a fifth of torch's time
-    computed = np.maximum(np.maximum(kv_lens.numpy(), 0) - q, 0)
+    q = as_numpy(q_lens)  # whose operators take a fifth of torch's time
+    computed = np.maximum(np.maximum(as_numpy(kv_lens), 0) - q, 0)
     computed -= computed % page_size
     computed *= (q >= 1) & (q <= max_tile // group)
-    return torch.from_numpy(computed)
+    made: Tensor = as_library_of(q_lens, computed)
+    return made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,9 +89,9 @@ class PrefixForest:
     def __post_init__(self) -> None:
         _expect_int32("nodes", self.nodes)
         _expect_int32("members", self.members)
-        if self.nodes.dim() != 2 or self.nodes.shape[1] != 5 or not self.nodes.is_contiguous():
+        if self.nodes.ndim != 2 or self.nodes.shape[1] != 5 or not is_contiguous(self.nodes):
             raise ValueError(f"nodes: expected contiguous [nodes, 5]; got {tuple(self.nodes.shape)}.")
-        if self.members.dim() != 1 or not self.members.is_contiguous():
+        if self.members.ndim != 1 or not is_contiguous(self.members):
             raise ValueError(f"members: expected a contiguous vector; got {tuple(self.members.shape)}.")
 
     @property
@@ -100,14 +112,11 @@ class PrefixForest:
         _expect_shareable(shareable, table.num_requests)
         _expect_depth(max_depth)
         if table.indices is None:
-            return cls(
-                torch.empty(0, 5, dtype=torch.int32, device="cpu"),
-                torch.empty(0, dtype=torch.int32, device="cpu"),
-            )
+            return cls._of(shareable, np.empty((0, 5), np.int32), np.empty(0, np.int32))
         requests = table.num_requests
-        nodes = torch.empty(requests, 5, dtype=torch.int32, device="cpu")
-        members = torch.empty(requests * max_depth, dtype=torch.int32, device="cpu")
-        size = torch.empty(2, dtype=torch.int64, device="cpu")
+        nodes = np.empty((requests, 5), np.int32)
+        members = np.empty(requests * max_depth, np.int32)
+        size = np.empty(2, np.int64)
         module().find_forest(
             table.indices,
             table.row_begin,
@@ -121,7 +130,11 @@ class PrefixForest:
             size,
         )
         num_nodes, num_members = size.tolist()
-        return cls(nodes[:num_nodes], members[:num_members])
+        return cls._of(shareable, nodes[:num_nodes], members[:num_members])
+
+    @classmethod
+    def _of(cls, like: Tensor, nodes: npt.NDArray[np.int32], members: npt.NDArray[np.int32]) -> PrefixForest:
+        return cls(as_library_of(like, nodes), as_library_of(like, members))
 
     @classmethod
     def of_step(
@@ -140,22 +153,24 @@ class PrefixForest:
         group, max_tile: see shareable(). limits: host int32 [requests], at most so many KV tokens of each
         request are shared.
         """
-        if table.indices is not None and table.indices.device.type != "cpu":
+        if table.indices is not None and not on_host(table.indices):
             raise ValueError(
                 "page_table: expected a host table, where the lengths are; got one on "
                 f"{table.indices.device}."
             )
         _expect_int32("qo_indptr", qo_indptr)
         _expect_int32("kv_lens", kv_lens)
-        if qo_indptr.shape != (kv_lens.numel() + 1,):
+        requests = size_of(kv_lens)
+        if qo_indptr.shape != (requests + 1,):
             raise ValueError(
-                f"qo_indptr: expected {kv_lens.numel() + 1} entries, one more than kv_lens; got shape "
+                f"qo_indptr: expected {requests + 1} entries, one more than kv_lens; got shape "
                 f"{tuple(qo_indptr.shape)}."
             )
-        may = shareable(qo_indptr.diff(), kv_lens.view(-1), table.page_size, group, max_tile)
+        q_lens = qo_indptr[1:] - qo_indptr[:-1]
+        may = shareable(q_lens, kv_lens.reshape(-1), table.page_size, group, max_tile)
         if limits is not None:
-            _expect_shareable(limits, kv_lens.numel())
-            may = torch.minimum(may, limits).clamp_(min=0)
+            _expect_shareable(limits, requests)
+            may = as_library_of(may, np.maximum(np.minimum(as_numpy(may), as_numpy(limits)), 0))
         return cls.from_page_table(table, may)
 
     @classmethod
@@ -207,7 +222,5 @@ class PrefixForest:
         _expect_shareable(shareable, len(paths))
         _expect_depth(max_depth)
         nodes, members = nodes_of_paths(paths, shareable.tolist(), max_depth)
-        return cls(
-            torch.tensor(nodes, dtype=torch.int32, device="cpu").reshape(-1, 5),
-            torch.tensor(members, dtype=torch.int32, device="cpu"),
-        )
+        rows = np.array(nodes, np.int32).reshape(-1, 5)
+        return cls._of(shareable, rows, np.array(members, np.int32))

@@ -17,7 +17,15 @@ from numeric import assert_bitwise_equal, assert_close, assert_lse_close
 from oracle import attention as oracle
 
 from fi_backend import arrays
-from fi_backend.arrays import AttentionSpec, AttentionVariant, BatchAttention, PageTable, TensorParam
+from fi_backend.arrays import (
+    AttentionSpec,
+    AttentionVariant,
+    BatchAttention,
+    PageTable,
+    PrefixForest,
+    SharingLimits,
+    TensorParam,
+)
 from fi_backend.variants import rope
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -46,6 +54,14 @@ BATCHES = {
         spec=AttentionSpec(4, 2, 64, dtype="float32", page_size=16, custom_mask=True),
         q_lens=(3, 1, 20),
         kv_lens=(40, 9, 70),
+    ),
+    "shared prefix": Batch(
+        spec=AttentionSpec(4, 2, 64, dtype="float32", page_size=16),
+        q_lens=(1, 1, 2, 1),
+        kv_lens=(200, 190, 180, 20),
+        shares=((0, 0), (0, 10), (0, 10), (0, 0)),
+        sharing=SharingLimits(max_nodes=2, max_levels=2, max_tokens=8),
+        costs=SPLIT_COSTS,
     ),
     "fp8, contiguous": Batch(
         spec=AttentionSpec(4, 2, 64, dtype="bfloat16", kv_dtype="float8_e4m3fn", causal=False),
@@ -217,6 +233,23 @@ def test_results_of_jax_are_its_own() -> None:
     np.testing.assert_array_equal(first, kept)
     assert not np.array_equal(second, kept)
     assert float(jnp.sum(first + 1)) == pytest.approx(float(kept.sum()) + kept.size, rel=1e-5)
+
+
+def test_a_forest_that_is_given_and_one_that_is_found_are_one_plan() -> None:
+    case = Case(sharing=SharingLimits(max_nodes=1, max_levels=1, max_tokens=5), costs=SPLIT_COSTS)
+    case.pages[1], case.kv_lens[:] = case.pages[0], (40, 45)
+    table = PageTable.from_block_table(case.pages, case.kv_lens, page_size=16)
+    limits = np.array([32, 32], np.int32)
+    found = case.attention.plan(case.starts, table, detect_prefixes=True, shareable=limits).tobytes()
+    out = case.attention.run(case.q, case.k, case.v)
+    case.check(out)
+    forest = PrefixForest.from_block_table(case.pages, limits, 16)
+    assert isinstance(forest.nodes, np.ndarray)
+    assert forest.nodes.tolist() == [[-1, 0, 32, 0, 2]]
+    given = case.attention.plan(case.starts, table, forest=forest)
+    assert given.num_nodes == 1
+    assert given.tobytes() == found
+    np.testing.assert_array_equal(case.attention.run(case.q, case.k, case.v), out)
 
 
 def test_masks_of_heads_as_one_vector() -> None:

@@ -12,7 +12,7 @@ import torch
 
 import fi_backend
 from fi_backend import arrays
-from fi_backend.arrays import AttentionSpec, BatchAttention, PageTable
+from fi_backend.arrays import AttentionSpec, BatchAttention, PageTable, SharingLimits
 from fi_backend.errors import PlanError, UnsupportedError
 
 SPEC = AttentionSpec(4, 2, 64, dtype="float32", page_size=16)
@@ -209,6 +209,24 @@ PLAN: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"^max_kv_len: expected at most",
     ),
+    "no room": (
+        lambda: attention().plan(STARTS, table(), detect_prefixes=True),
+        PlanError,
+        r"^detect_prefixes: expected a BatchAttention with sharing",
+    ),
+    "shareable alone": (
+        lambda: attention().plan(STARTS, table(), shareable=LENS),
+        PlanError,
+        r"^shareable: expected detect_prefixes=True with it",
+    ),
+    "shareable": (
+        lambda: attention(sharing=SharingLimits(1, 1, 2)).plan(
+            STARTS, table(), detect_prefixes=True, shareable=LENS[:1]
+        ),
+        PlanError,
+        r"^shareable: expected 2 entries, one a request",
+    ),
+    "forest": (lambda: attention().plan(STARTS, table(), forest=[]), TypeError, r"^forest: expected a "),
     "no plan": (lambda: attention().run(**GOOD), PlanError, r"^run\(\): expected plan\(\)"),
     "merge": (
         lambda: arrays.merge_state(Q, CACHE, Q, CACHE),

@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 from cuda_driver_fake import DeviceArray, FakeDriver, contents
 
-from fi_backend.arrays import AttentionSpec, BatchAttention, PageTable, cuda_driver, place
+from fi_backend.arrays import (
+    AttentionSpec,
+    BatchAttention,
+    PageTable,
+    PrefixForest,
+    SharingLimits,
+    cuda_driver,
+    place,
+)
 from fi_backend.arrays.cuda import CudaPlace, CudaStep
 from fi_backend.arrays.library import stream_handle
 from fi_backend.core import kernels
@@ -229,6 +237,23 @@ def test_a_captured_call_keeps_its_arrays(driver: FakeDriver, kernel: Kernel) ->
     gc.collect()
     held = [part for call in attention._captured for part in (*call[0], call[1])]
     assert set(memory) <= {part.data_ptr() for part in held if hasattr(part, "data_ptr")}
+
+
+def test_prefixes_are_not_looked_for_in_a_table_on_the_device(kernel: Kernel) -> None:
+    table = PageTable.from_block_table(
+        DeviceArray(np.array([[3, 1], [3, 0]], np.int32), 1), np.array([20, 30], np.int32), page_size=16
+    )
+    limits = {"max_requests": 2, "max_tokens": 4, "max_kv_len": 64, "device": "cuda:1"}
+    attention = BatchAttention(SPEC, **limits, sharing=SharingLimits(1, 1, 4))
+    starts = np.array([0, 1, 2], np.int32)
+    with pytest.raises(
+        PlanError, match=r"^page_table: expected a host table, where the lengths are; got one"
+    ):
+        attention.plan(starts, table, detect_prefixes=True)
+    forest = PrefixForest.from_block_table(
+        np.array([[3, 1], [3, 0]], np.int32), np.array([16, 16], np.int32), 16
+    )
+    attention.plan(starts, table, forest=forest)
 
 
 def test_everything_lies_on_one_device(kernel: Kernel) -> None:

@@ -64,6 +64,12 @@ def test_a_layer_is_built_where_tensors_go_elsewhere(config: Any, monkeypatch: p
     assert all(memory.device.type == "cpu" for memory in workspace._pool.values())
 
 
+def test_sleep_mode_is_refused(config: Any) -> None:
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(UnsupportedError, match=r"enable_sleep_mode: .* Leave sleep mode off"):
+        make_layer(config, "layer")
+
+
 def test_layers_of_one_kind_share_a_plan(config: Any) -> None:
     for index in range(4):
         make_layer(config, f"layer{index}", sliding_window=None if index % 2 else 8)

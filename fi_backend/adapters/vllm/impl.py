@@ -29,6 +29,7 @@ from .translate import (
     asked_variant,
     describe_layer,
     layer_spec,
+    refuse_sleep_mode,
     refuse_unknown_options,
     sharing_limits,
     step_limits,
@@ -69,6 +70,7 @@ class FiAttentionImpl(AttentionImpl[FiMetadata]):
             raise UnsupportedError(f"attn_type: fi runs decoder attention; got {kind}.")
         refuse_unknown_options(options)
         config = get_current_vllm_config()
+        refuse_sleep_mode(config)
         device = resolve(config.device_config.device)
         self.num_heads = num_heads
         self.head_size = head_size

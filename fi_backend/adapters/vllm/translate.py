@@ -120,6 +120,18 @@ def refuse_unknown_options(options: Mapping[str, Any]) -> None:
         )
 
 
+def refuse_sleep_mode(vllm_config: Any) -> None:
+    """Raise UnsupportedError when vLLM may throw away memory that was allocated while it built the model.
+
+    It restores weights and buffers of modules, and knows nothing of scales, slopes and arguments of variants.
+    """
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise UnsupportedError(
+            "enable_sleep_mode: not supported by fi, whose memory on the GPU may hold anything after sleeping. "
+            "Leave sleep mode off, or choose another --attention-backend."
+        )
+
+
 def refuse_micro_batches(vllm_config: Any) -> None:
     """Raise UnsupportedError when vLLM runs the two halves of a step at the same time.
 

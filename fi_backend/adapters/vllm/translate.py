@@ -127,7 +127,7 @@ def refuse_sleep_mode(vllm_config: Any) -> None:
     """
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         raise UnsupportedError(
-            "enable_sleep_mode: not supported by fi, whose memory on the GPU may hold anything after sleeping. "
+            "enable_sleep_mode: not supported by fi, whose memory may hold anything after sleeping. "
             "Leave sleep mode off, or choose another --attention-backend."
         )
 

@@ -26,6 +26,9 @@ struct NodeCount {
   int32_t greatest_depth;
 };
 
+// By distance and node: the node so far above, from its parent on.
+using Ancestors = int16_t[kForestDepth][kForestRequests];
+
 // Reads `leaders`, where ForestFinder left leaders and common pages, until the nodes are placed.
 template <class Block, class Scan>
 class ForestNodeBuilder {
@@ -33,13 +36,14 @@ class ForestNodeBuilder {
   static constexpr int kThreads = Block::kThreads;
 
   FI_DEVICE ForestNodeBuilder(Block& block, Scan& scan, const ForestMemory& leaders, int32_t requests,
-                              ForestNodesMemory& memory, ForestNodes& nodes)
+                              ForestNodesMemory& memory, ForestNodes& nodes, Ancestors& ancestors)
       : block_(block),
         scan_(scan),
         p_(leaders),
         requests_(requests),
         m_(memory),
         n_(nodes),
+        ancestors_(ancestors),
         thread_(block.thread()),
         lane_(thread_ % kWarp) {}
 
@@ -52,12 +56,7 @@ class ForestNodeBuilder {
     block_.sync();
     place_nodes(count);
     block_.sync();
-    uint32_t greatest = 0;
-    FI_ROLL
-    for (int32_t i = thread_; i < count; i += kThreads) {
-      const auto depth = uint32_t(find_depth(i, max_depth));
-      greatest = depth > greatest ? depth : greatest;
-    }
+    uint32_t greatest = find_depths(count, max_depth);
     members();
     scan_.post(0, block_.warp_max(greatest));
     scan_.meet();
@@ -65,6 +64,7 @@ class ForestNodeBuilder {
     if (int32_t(greatest) < max_depth) return {count, int32_t(greatest)};
     count = cut(count, max_depth);
     clear();
+    find_depths(count, max_depth);
     block_.sync();
     members();
     block_.sync();
@@ -111,12 +111,19 @@ class ForestNodeBuilder {
     }
   }
 
-  FI_DEVICE int find_depth(int32_t i, int32_t max_depth) {
-    int depth = 0;
+  // Returns the greatest that the thread has found, at most max_depth.
+  FI_DEVICE uint32_t find_depths(int32_t count, int32_t max_depth) {
+    int32_t greatest = 0;
     FI_ROLL
-    for (int32_t up = n_.parent[i]; up >= 0 && depth < max_depth; up = n_.parent[up]) ++depth;
-    n_.depth[i] = uint8_t(depth);
-    return depth;
+    for (int32_t i = thread_; i < count; i += kThreads) {
+      int32_t depth = 0;
+      FI_ROLL
+      for (int32_t up = n_.parent[i]; up >= 0 && depth < max_depth; up = n_.parent[up])
+        ancestors_[depth++][i] = int16_t(up);
+      n_.depth[i] = uint8_t(depth);
+      greatest = depth > greatest ? depth : greatest;
+    }
+    return uint32_t(greatest);
   }
 
   // Leaves out what is too deep; nodes move forwards only.
@@ -166,6 +173,7 @@ class ForestNodeBuilder {
   const int32_t requests_;
   ForestNodesMemory& m_;
   ForestNodes& n_;
+  Ancestors& ancestors_;
   const int thread_, lane_;
 };
 

@@ -13,17 +13,17 @@ inline constexpr int32_t kMaxSharedBeta = 1 << 20;
 inline constexpr int32_t kMemberCounts = 2048;
 
 struct Levels {
-  int32_t end[kForestRequests];                 // KV tokens
-  int32_t tokens[kForestRequests];              // query tokens of the members
-  int32_t tile[kForestRequests];                // the node's first, among those of all nodes
-  int32_t tokens_begin[kForestRequests];        // among the query tokens of all nodes
-  int16_t members[kForestRequests];             // how many
-  int16_t parent[kForestRequests];              // or -1
-  int16_t leader[kForestRequests];              // the first member
-  uint8_t level[kForestRequests];               // nodes above
-  int16_t leaf[kForestRequests];                // by request: its deepest node, or -1
-  int16_t path[kForestDepth][kForestRequests];  // by level and request: its node, or -1
-  int16_t counts[kMemberCounts];                // cleared; see NodeEmitter
+  int32_t end[kForestRequests];           // KV tokens
+  int32_t tokens[kForestRequests];        // query tokens of the members
+  int32_t tile[kForestRequests];          // the node's first, among those of all nodes
+  int32_t tokens_begin[kForestRequests];  // among the query tokens of all nodes
+  int16_t members[kForestRequests];       // how many
+  int16_t parent[kForestRequests];        // or -1
+  int16_t leader[kForestRequests];        // the first member
+  uint8_t level[kForestRequests];         // nodes above
+  int16_t leaf[kForestRequests];          // by request: its deepest node, or -1
+  Ancestors path;                 // by level and request: its node, or -1; before, of the nodes of the forest
+  int16_t counts[kMemberCounts];  // cleared; see NodeEmitter
 
   FI_DEVICE int32_t begin(int32_t node) const { return parent[node] < 0 ? 0 : end[parent[node]]; }
 };
@@ -101,26 +101,16 @@ class LevelChooser {
   FI_DEVICE LevelCounts choose(const PlannerConfig& c, const NodeCount& nodes) {
     const int greatest = nodes.greatest_depth;
     count_ = nodes.nodes;
-    // What a thread asks again at each depth.
-    const Place own = thread_ < count_ ? place(thread_) : Place{-1, -1, 0};
     FI_ROLL
     for (int depth = greatest; depth > 0; --depth) {
       FI_ROLL
-      for (int32_t i = thread_; i < count_; i += kThreads) {
-        const Place p = i == thread_ ? own : place(i);
-        if (p.depth == depth) add_to_parent(c, i, p);
-      }
+      for (int32_t i = thread_; i < count_; i += kThreads)
+        if (n_.depth[i] == depth) add_to_parent(c, i);
       block_.sync();
     }
     FI_ROLL
-    for (int depth = 0; depth <= greatest; ++depth) {
-      FI_ROLL
-      for (int32_t i = thread_; i < count_; i += kThreads) {
-        const Place p = i == thread_ ? own : place(i);
-        if (p.depth == depth) decide(c, i, p);
-      }
-      block_.sync();
-    }
+    for (int32_t i = thread_; i < count_; i += kThreads) decide(c, i);
+    block_.sync();
     const LevelCounts all = number(c);
     block_.sync();
     return keep(c, all, c.sharing.max_levels < kForestDepth ? int32_t(c.sharing.max_levels) : kForestDepth);
@@ -140,11 +130,6 @@ class LevelChooser {
   }
 
  private:
-  struct Place {
-    int32_t depth, parent, end;  // KV tokens
-  };
-  FI_DEVICE Place place(int32_t i) const { return {n_.depth[i], n_.parent[i], tokens_to(i)}; }
-
   FI_DEVICE int32_t tokens_to(int32_t i) const { return n_.end[i] * page_size_; }
 
   FI_DEVICE void add(int32_t node, uint32_t tokens, uint32_t members, uint32_t below) {
@@ -153,36 +138,48 @@ class LevelChooser {
     block_.add(&m_.below[node], below);
   }
 
-  // When the sums over the node's members are complete.
-  FI_DEVICE void weigh(const PlannerConfig& c, int32_t i) {
+  struct Weight {
+    int64_t below, key_cost, overhead;
+  };
+
+  // When the sums over the node's members are complete, and what the nodes below take off.
+  FI_DEVICE Weight weigh(const PlannerConfig& c, int32_t i) const {
     const auto tokens = int32_t(m_.tokens[i]);
     const int64_t cost = node_key_cost(c, tokens);
-    m_.below[i] -= m_.saved[i];
-    m_.key_cost[i] = cost < kMaxInt32 ? uint32_t(cost) : uint32_t(kMaxInt32);
-    m_.overhead[i] = node_overhead(c, tokens, int32_t(m_.members[i]));
+    return {int64_t(m_.below[i] - m_.saved[i]), cost < kMaxInt32 ? cost : kMaxInt32,
+            node_overhead(c, tokens, int32_t(m_.members[i]))};
   }
 
-  FI_DEVICE bool node_pays(int32_t i, int32_t length) const {
-    return pays(length, m_.below[i], m_.key_cost[i], m_.overhead[i]);
-  }
-
-  FI_DEVICE void add_to_parent(const PlannerConfig& c, int32_t i, const Place& p) {
-    const uint32_t below = m_.below[i];
+  FI_DEVICE void add_to_parent(const PlannerConfig& c, int32_t i) {
+    const int32_t parent = n_.parent[i];
+    const Weight w = weigh(c, i);
     uint32_t saved = m_.saved[i];
-    weigh(c, i);
-    if (node_pays(i, p.end - tokens_to(p.parent))) saved = below - m_.key_cost[i];
-    add(p.parent, m_.tokens[i], m_.members[i], below);
-    block_.add(&m_.saved[p.parent], saved);
+    if (pays(tokens_to(i) - tokens_to(parent), w.below, w.key_cost, w.overhead))
+      saved = m_.below[i] - uint32_t(w.key_cost);
+    add(parent, m_.tokens[i], m_.members[i], m_.below[i]);
+    block_.add(&m_.saved[parent], saved);
+    m_.key_cost[i] = uint32_t(w.key_cost);
+    m_.overhead[i] = w.overhead;
   }
 
-  FI_DEVICE void decide(const PlannerConfig& c, int32_t i, const Place& p) {
-    const int32_t above = p.parent < 0 ? -1 : m_.kept[p.parent];
-    if (p.parent < 0) weigh(c, i);
-    const int32_t start = above < 0 ? 0 : tokens_to(above);
-    const int32_t levels = above < 0 ? 0 : m_.above[above] + 1;
-    const bool kept = levels < c.sharing.max_levels && node_pays(i, p.end - start);
-    m_.above[i] = uint8_t(levels);
-    m_.kept[i] = kept ? int16_t(i) : int16_t(above);
+  // Each node decides for itself what is kept above it, without waiting for those.
+  FI_DEVICE void decide(const PlannerConfig& c, int32_t i) {
+    const int32_t depth = n_.depth[i];
+    const Weight root = weigh(c, depth > 0 ? l_.path[depth - 1][i] : i);
+    int32_t above = -1, start = 0, kept = 0;
+    FI_ROLL
+    for (int32_t up = depth; up >= 0; --up) {
+      const int32_t node = up > 0 ? l_.path[up - 1][i] : i, end = tokens_to(node);
+      const Weight w = up == depth ? root
+                                   : Weight{int64_t(m_.below[node] - m_.saved[node]), m_.key_cost[node],
+                                            m_.overhead[node]};
+      if (up == 0) m_.above[i] = uint8_t(kept);
+      if (kept >= c.sharing.max_levels || !pays(end - start, w.below, w.key_cost, w.overhead)) continue;
+      above = node;
+      start = end;
+      ++kept;
+    }
+    m_.kept[i] = int16_t(above);
   }
 
   FI_DEVICE bool is_kept(int32_t i) const { return i < count_ && m_.kept[i] == i; }

@@ -50,6 +50,8 @@ struct DeviceShareMemory {
   // Of the leaders, what is read until nodes are placed lies behind the sums.
   static_assert(offsetof(LevelsMemory, overhead) <=
                 offsetof(ForestMemory, table) + kPairSlots * sizeof(int32_t));
+  // And what is noted of the nodes behind what they are sorted with.
+  static_assert(sizeof(ForestNodesMemory) <= offsetof(Levels, path));
   static_assert(sizeof(LevelsMemory) <= offsetof(ForestMemory, q_len));
 
   FI_DEVICE Planning& planning() {
@@ -82,11 +84,11 @@ FI_DEVICE LevelCounts choose_levels(Block& block, GroupScan<Block>& scan, const 
                                     int32_t requests, int32_t pairs, DeviceShareMemory<Block, kBeside>& m) {
   const DevicePlanArgs& plan = args.plan;
   LevelChooser<Block> chooser(block, m.nodes, pairs, requests, args.forest.page_size, m.choosing, m.levels);
-  const NodeCount nodes =
-      ForestNodeBuilder<Block, GroupScan<Block>>(block, scan, m.leaders, requests, m.sorting, m.nodes)
-          .run(
-              pairs, args.forest.max_depth, [&] { chooser.clear(); },
-              [&] { chooser.add_requests(plan.config, m.leaders.q_len); });
+  const NodeCount nodes = ForestNodeBuilder<Block, GroupScan<Block>>(block, scan, m.leaders, requests,
+                                                                     m.sorting, m.nodes, m.levels.path)
+                              .run(
+                                  pairs, args.forest.max_depth, [&] { chooser.clear(); },
+                                  [&] { chooser.add_requests(plan.config, m.leaders.q_len); });
   return chooser.choose(plan.config, nodes);
 }
 

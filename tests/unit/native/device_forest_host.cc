@@ -57,7 +57,7 @@ void find(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorVie
     NodeCount found{};
     if (pairs > 0)
       found = ForestNodeBuilder<Thread, GroupScan<Thread>>(thread, scan, m.leaders, finder.num_requests(),
-                                                           m.sorting, m.nodes)
+                                                           m.sorting, m.nodes, m.levels.path)
                   .run(pairs, args.max_depth, [] {}, [] {});
     count = found.nodes;
     considered = finder.num_requests();

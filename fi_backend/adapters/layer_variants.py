@@ -20,8 +20,6 @@ from fi_backend.hooks import AttentionLayer, plugins
 
 KEY: Final = "fi_backend"
 _OF_A_STEP: Final = ("requests", "tokens")
-
-
 _reported: set[AttentionVariant] = set()
 
 
@@ -91,6 +89,8 @@ def choose(layer: AttentionLayer, log: logging.Logger) -> Chosen:
         assert found is not None, "only None stands for plain attention"
         if reason := unsupported_reason(layer.spec, layer.device, found):
             raise UnsupportedError(reason)
+        if not isinstance(given, Mapping):
+            raise TypeError(f"args: expected a dict of names and values; got {type(given).__name__}.")
         for name, param in found.tensors.items():
             _refuse_changing(name, param, given)
         args = _as_tensors(found, given, layer) if answer is None else dict(given)

@@ -135,6 +135,7 @@ def test_numbers_are_those_of_the_answer(registered: Plugins) -> None:
 WRONG: dict[str, tuple[LayerVariant, type[Exception], str]] = {
     "name": (LayerVariant("unheard"), ValueError, r"expected one of biased, .*; got 'unheard'"),
     "type": (LayerVariant(7), TypeError, "expected an AttentionVariant or the name"),  # type: ignore[arg-type]
+    "no names": (LayerVariant("biased", [1.0]), TypeError, "args: expected a dict of names .* got list"),  # type: ignore[arg-type]
     "missing": (LayerVariant("biased"), ValueError, "expected bias, factor, which variant biased"),
     "unknown": (LayerVariant("biased", {**GOOD, "bais": 1}), ValueError, "got 'bais'"),
     "number": (LayerVariant("biased", {**GOOD, "factor": "1"}), TypeError, "factor: expected a number"),  # type: ignore[dict-item]

@@ -29,15 +29,17 @@ def headers() -> tuple[tuple[str, str], ...]:
     return tuple((str(file.relative_to(HEADERS)), file.read_text()) for file in sorted(files))
 
 
-def attention_module(spec: AttentionSpec, arch: str) -> jit.ModuleSpec:
-    """The module of `spec` for the GPU `arch`, emulated."""
+def attention_module(
+    spec: AttentionSpec, arch: str, further: tuple[tuple[str, str], ...] = ()
+) -> jit.ModuleSpec:
+    """The module of `spec` for the GPU `arch`, emulated, with further defines."""
     module = kernels.cuda_attention_module(spec, arch)
-    defines = module.defines
+    defines = module.defines + further
     if arch == "sm_90a":
         defines += (("__CUDA_ARCH_FEAT_SM90_ALL", "1"),)
     return replace(
         module,
-        name=f"{module.name}_{arch}_emulated",
+        name="_".join((module.name, arch, *(name.lower() for name, _ in further), "emulated")),
         sources=(str(FOLDER / "attention.cc"),),
         defines=defines,
         arch="cpu",
@@ -46,15 +48,19 @@ def attention_module(spec: AttentionSpec, arch: str) -> jit.ModuleSpec:
     )
 
 
-def install(arch: str, put: Callable[[Any, str, Any], None] = setattr) -> None:
+def install(
+    arch: str,
+    put: Callable[[Any, str, Any], None] = setattr,
+    further: tuple[tuple[str, str], ...] = (),
+) -> None:
     """From now on attention over CPU tensors runs the kernels for GPUs, under plans as GPUs get them.
 
-    put: how attributes are set, such as MonkeyPatch.setattr.
+    put: how attributes are set, such as MonkeyPatch.setattr. further: defines of the modules.
     """
     query_tiles, cost_model = support.query_tiles, support.cost_model
 
     def module(spec: AttentionSpec, device: str | torch.device = "cpu") -> jit.ModuleSpec:
-        return attention_module(spec, arch)
+        return attention_module(spec, arch, further)
 
     def tiles(spec: AttentionSpec, device: str | torch.device) -> tuple[int, int]:
         return query_tiles(spec, "cuda")

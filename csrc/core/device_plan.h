@@ -84,6 +84,7 @@ class DevicePlanner {
     FI_ROLL
     for (int32_t i = thread_; i < a_.capacity.counters; i += kThreads) counters()[i] = 0;
     sort_.clear();
+    if (thread_ == 0) m_.load = 0;
   }
 
   // Counts the tiles, copies the lengths, finds the longest; returns PlannerFault and kSeveralTiles.
@@ -357,6 +358,7 @@ class DevicePlanner {
 
   struct ItemKey {
     int32_t tile = 0;
+    uint32_t cost = 0;
     typename Sort::Key key;
   };
 
@@ -366,7 +368,8 @@ class DevicePlanner {
     int bucket = 0;
     if (item < num_items) {
       k.tile = find_owner(&tiles.at(kFirstItem, 0), num_tiles_, num_items, item);
-      bucket = sort_bucket(uint32_t(item_of(tiles, item, k.tile).cost), shift);
+      k.cost = uint32_t(item_of(tiles, item, k.tile).cost);
+      bucket = sort_bucket(k.cost, shift);
     }
     k.key = sort_.key(bucket, item < num_items);
     return k;
@@ -402,9 +405,13 @@ class DevicePlanner {
     for (int32_t base = 0; base + warp_ * kWarp < num_items; base += kThreads) {
       const ItemKey next = item_key(tiles, base + thread_, num_items, shift);
       sort_.count(next.key, base == 0);
+      // Halves, since a warp adds up 32 bits.
+      const uint64_t low = block_.warp_sum(next.cost & 0xffff), high = block_.warp_sum(next.cost >> 16);
+      if (lane_ == 0) block_.add(&m_.load, low + (high << 16));
       if (base == 0) k = next;
     }
     sort_.end_counting(beside);
+    if (thread_ == kThreads - 1) write_bundled(num_items, shift);
     FI_ROLL
     for (int32_t base = 0;; base += kThreads) {
       const uint32_t at = sort_.place(k.key);
@@ -414,6 +421,15 @@ class DevicePlanner {
       k = {};
       if (next + warp_ * kWarp < num_items) k = item_key(tiles, next + thread_, num_items, shift);
       sort_.next_round(k.key);
+    }
+  }
+
+  // Behind end_counting(), while buckets still say where they begin.
+  FI_DEVICE void write_bundled(int32_t num_items, int shift) {
+    int32_t* bundled = section<PlanHeader>(a_.layout.header)->bundled;
+    for (int k = 0; k < kBundleSizes; ++k) {
+      const int bucket = first_bundled_bucket(c_, int64_t(m_.load), shift, k + 1);
+      bundled[k] = bucket < kSortBuckets ? num_items - int32_t(m_.sort.position[bucket]) : 0;
     }
   }
 

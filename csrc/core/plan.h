@@ -6,7 +6,7 @@
 namespace fi {
 
 inline constexpr int32_t kPlanMagic = 0x50494621;
-inline constexpr int32_t kPlanVersion = 4;
+inline constexpr int32_t kPlanVersion = 5;
 inline constexpr int32_t kMaxQueryTile = 128;
 inline constexpr int kBundleSizes = 3;
 
@@ -102,8 +102,8 @@ struct PlanHeader {
   int32_t num_nodes;       // 0: no request is composed
   int32_t num_node_tokens;
   int32_t num_reports;
-  // How many items from the end on a kernel may draw for 2, 4 and 8 KV heads at once: 2^k heads of one of them
-  // cost too little to unbalance the CTAs. A ticket of 2^k heads counts as one.
+  // How many items from the end on a kernel may draw for 2, 4 and 8 KV heads at once: 2^k heads of one of
+  // them cost too little to unbalance the CTAs. A ticket of 2^k heads counts as one.
   int32_t bundled[kBundleSizes];
   int32_t reserved[14 - kBundleSizes];
 };

@@ -217,4 +217,12 @@ FI_HOST_DEVICE int sort_shift(uint32_t greatest_cost) {
 
 FI_HOST_DEVICE int sort_bucket(uint32_t cost, int shift) { return kSortBuckets - 1 - int(cost >> shift); }
 
+// The first bucket whose items may be drawn for 2^log2 KV heads at once, kSortBuckets if there is none: these
+// heads together cost at most half of what a CTA gets of the load, the cost of all items.
+FI_HOST_DEVICE int first_bundled_bucket(const PlannerConfig& c, int64_t load, int shift, int log2) {
+  const int64_t limit = load * c.num_kv_heads / c.num_ctas >> (log2 + 1);
+  const int64_t last = (limit + 1 >> shift) - 1;  // of the buckets that lie below the limit, counted from 0
+  return last < 0 ? kSortBuckets : kSortBuckets - 1 - int(last < kSortBuckets ? last : kSortBuckets - 1);
+}
+
 }  // namespace fi

@@ -193,7 +193,8 @@ void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
            {reinterpret_cast<MergeUnit*>(buffer.data() + layout.units), words(layout.parts),
             reinterpret_cast<PrefixNode*>(buffer.data() + layout.nodes), words(layout.node_tokens),
             words(layout.reports)});
-  sort_longest_first(scratch.items, items);
+  PlanHeader header{};
+  sort_longest_first(config, scratch.items, items, header.bundled);
   if (!kv_lens.empty()) std::memcpy(words(layout.kv_len_bounds), kv_lens.data(), kv_lens.size_bytes());
   if (config.planned_queues)
     assign_queues({items, scratch.items.size()}, config.num_kv_heads, config.num_ctas,
@@ -201,7 +202,6 @@ void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
 
   std::memset(buffer.data() + layout.counters, 0, size_t(cap.counters) * 4);
 
-  PlanHeader header{};
   header.magic = kPlanMagic;
   header.version = kPlanVersion;
   header.num_requests = int32_t(kv_lens.size());

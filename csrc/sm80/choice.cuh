@@ -14,6 +14,10 @@
 #if !defined(FI_RING_QUERIES)
 #define FI_RING_QUERIES 0
 #endif
+// Whether short items of few rows are computed for several KV heads side by side, as the plan says.
+#if !defined(FI_BUNDLES)
+#define FI_BUNDLES 0
+#endif
 #if !defined(FI_LOGITS_TRANSFORM)
 #define FI_LOGITS_TRANSFORM 0
 #endif

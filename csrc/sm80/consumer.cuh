@@ -68,6 +68,11 @@ struct Consumer {
   float out[kColumns][4];
   RowState state;
 
+  __device__ __forceinline__ bool in_bundle() const { return kBundles<Traits> && w.heads_log2 > 0; }
+  // The row group, or which head of a bundle.
+  __device__ __forceinline__ int place() const { return kBundles<Traits> ? warp / members : group; }
+  __device__ __forceinline__ int kv_head() const { return in_bundle() ? w.kv_head + place() : w.kv_head; }
+
   // Barrier between the warps that share the columns of the same rows.
   __device__ __forceinline__ void sync_columns() const {
     if constexpr (Traits::kColumnWarps == 1)
@@ -89,9 +94,9 @@ struct Consumer {
       : p(p_), c(c_), w(w_), warp(tid / 32), lane(tid % 32) {
     pair = warp / Traits::kColumnWarps;
     slice = shared + pair * Traits::kSliceBytes;
-    members = Traits::kMaxGroups / row_groups(w);
+    members = Traits::kMaxGroups / (kBundles<Traits> ? row_groups(w) << w.heads_log2 : row_groups(w));
     column_warp = warp % Traits::kColumnWarps;
-    group = warp / Traits::kColumnWarps / members;
+    group = in_bundle() ? 0 : warp / Traits::kColumnWarps / members;
     member = warp / Traits::kColumnWarps % members;
     inner_begin = max(w.lo, Variant::visible_keys(p, w.last, w.kv_end).begin);
     inner_end = min(w.kv_end, Variant::visible_keys(p, w.first, w.kv_end).end);
@@ -142,7 +147,7 @@ struct Consumer {
       if (group * 16 + row < w.q_rows) {
         const int packed = w.q_begin + group * 16 + row;
         int token = c.group.divide(packed);
-        const int head = w.kv_head * p.group + packed - token * p.group;
+        const int head = kv_head() * p.group + packed - token * p.group;
         if (kComposes<Traits> && w.tokens >= 0) {
           token = node_token(p, w, token);
           if (token < 0) continue;
@@ -151,7 +156,7 @@ struct Consumer {
         if constexpr (Variant::kTransformsQuery)
           raw[i] = transformed_query(
               q_row, chunk * 8,
-              {w.request, token, w.first_pos + token, w.token_begin + token, head, w.kv_head});
+              {w.request, token, w.first_pos + token, w.token_begin + token, head, kv_head()});
         else
           raw[i] = __ldg(reinterpret_cast<const uint4*>(q_row + chunk * 8));
       }
@@ -209,8 +214,8 @@ struct Consumer {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       const int key = t * 8 + lane / 4;
-      whole[t] = Variant::template key_row<float>(p, key_loader<Traits>(p, k_tile, key, w.kv_head),
-                                                  KeyIndexOf<int>{w.request, key_begin + key, w.kv_head});
+      whole[t] = Variant::template key_row<float>(p, key_loader<Traits>(p, k_tile, key, kv_head()),
+                                                  KeyIndexOf<int>{w.request, key_begin + key, kv_head()});
     }
   }
 
@@ -219,7 +224,7 @@ struct Consumer {
                                                        int key_begin, int t, int step, float whole) const {
     const int key = t * 8 + lane / 4, lo = step * 16 + (lane % 4) * (Traits::kFp8 ? 4 : 2);
     const auto pair_at = [&](int at) {
-      return transformed_keys<Traits>(p, k_tile, w.request, key_begin + key, w.kv_head, key, at, whole);
+      return transformed_keys<Traits>(p, k_tile, w.request, key_begin + key, kv_head(), key, at, whole);
     };
     ptx::mma_m16n8k16<T>(d, a, pair_at(lo), pair_at(lo + (Traits::kFp8 ? 2 : 8)));
   }
@@ -289,8 +294,8 @@ struct Consumer {
       i.request = w.request;
       i.q_token = c.group.divide(packed);
       i.q_pos = w.first_pos + i.q_token;
-      i.kv_head = w.kv_head;
-      i.qo_head = w.kv_head * p.group + packed - i.q_token * p.group;
+      i.kv_head = kv_head();
+      i.qo_head = i.kv_head * p.group + packed - i.q_token * p.group;
       if (row_of(r) >= w.q_rows) i.q_token = 0;  // nobody looks at the row, but its mask must exist
       const KeyRange visible = Variant::visible_keys(p, i.q_pos, w.kv_end);
 #pragma unroll

@@ -26,8 +26,8 @@ __device__ __forceinline__ RowIndex row_index(const AttentionParams& p, const La
 }
 
 __device__ __forceinline__ RowIndex row_index(const AttentionParams& p, const LaunchConstants& c,
-                                              const Work& w, int packed) {
-  return row_index(p, c, w.request, w.first_pos, w.token_begin, packed, w.kv_head);
+                                              const Work& w, int packed, int kv_head) {
+  return row_index(p, c, w.request, w.first_pos, w.token_begin, packed, kv_head);
 }
 
 // Columns from `column` on of a row's final output, by way of the variant.
@@ -45,12 +45,12 @@ __device__ __forceinline__ float4 output_columns(const AttentionParams& p, float
 
 // The final factor of a row's normalised output; moves lse, and stores it where it is wanted.
 __device__ __forceinline__ float finish_row(const AttentionParams& p, const LaunchConstants& c, const Work& w,
-                                            int packed, float& lse, bool stores_lse) {
+                                            int packed, int kv_head, float& lse, bool stores_lse) {
   float factor = 1.f;
-  if (lse != -INFINITY) factor = Variant::finish(p, row_index(p, c, w, packed), lse);
+  if (lse != -INFINITY) factor = Variant::finish(p, row_index(p, c, w, packed, kv_head), lse);
   if (w.faults) factor = lse = quiet_nan();
   if (p.lse && stores_lse)
-    p.lse[row_offset(p, c, w.token_begin, packed, w.kv_head, p.lse_stride_token, p.lse_stride_head)] = lse;
+    p.lse[row_offset(p, c, w.token_begin, packed, kv_head, p.lse_stride_token, p.lse_stride_head)] = lse;
   return factor;
 }
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ void store_partial(const Consumer<Traits>& x, int fir
   for (int r = 0; r < 2; ++r) {
     const int row = x.row_of(r);
     if (row >= x.w.q_rows) continue;
-    const int64_t state = int64_t(first_row + row) * p.num_kv_heads + x.w.kv_head;
+    const int64_t state = int64_t(first_row + row) * p.num_kv_heads + x.kv_head();
     if (x.lane % 4 == 0 && x.column_warp == 0) __stcg(p.partial_lse + state, lse[r]);
     float* to = p.partial_out + state * Traits::kHeadDimV + x.column_warp * Traits::kWarpColumns;
 #pragma unroll
@@ -123,10 +123,12 @@ __device__ __forceinline__ void store_final(Consumer<Traits>& x, float (&lse)[2]
   for (int r = 0; r < 2; ++r) {
     const int row = x.row_of(r);
     if (row < w.q_rows)
-      factor[r] *= finish_row(p, x.c, w, w.q_begin + row, lse[r], x.lane % 4 == 0 && x.column_warp == 0);
+      factor[r] *=
+          finish_row(p, x.c, w, w.q_begin + row, x.kv_head(), lse[r], x.lane % 4 == 0 && x.column_warp == 0);
     const int slice_row = x.lane / 4 + r * 8;
     if constexpr (Variant::kTransformsOutput) {
-      if (row < w.q_rows) transform_columns(x, r, row_index(p, x.c, w, w.q_begin + row), lse[r], factor[r]);
+      if (row < w.q_rows)
+        transform_columns(x, r, row_index(p, x.c, w, w.q_begin + row, x.kv_head()), lse[r], factor[r]);
     }
 #pragma unroll
     for (int n = 0; n < Consumer<Traits>::kBlocks; ++n) {
@@ -149,7 +151,7 @@ __device__ __forceinline__ void store_final(Consumer<Traits>& x, float (&lse)[2]
     const int row = i / kChunks, chunk = i % kChunks, tile_row = x.group * 16 + row;
     if (tile_row >= w.q_rows) continue;
     T* to = static_cast<T*>(p.out) + x.column_warp * Traits::kWarpColumns +
-            row_offset(p, x.c, w.token_begin, w.q_begin + tile_row, w.kv_head, p.out_stride_token,
+            row_offset(p, x.c, w.token_begin, w.q_begin + tile_row, x.kv_head(), p.out_stride_token,
                        p.out_stride_head);
     *reinterpret_cast<uint4*>(to + chunk * 8) =
         *reinterpret_cast<const uint4*>(slice + swizzled(16, row, chunk));
@@ -245,7 +247,7 @@ __device__ __forceinline__ void add_batch(Accumulator& sum, const float* lse, co
 // Folds four columns of a composed request's row, whose part in `own` is not in memory, as fold_rows() would.
 template <class Traits>
 __device__ __forceinline__ void fold_levels(const AttentionParams& p, const LaunchConstants& c, const Work& w,
-                                            int row, int vector, float own_lse, float4 own) {
+                                            int kv_head, int row, int vector, float own_lse, float4 own) {
   constexpr int kParts = 2 * kLevelBatch;
   const auto* parts = reinterpret_cast<const int32_t*>(p.plan + p.layout.parts);
   Accumulator sum;
@@ -263,13 +265,13 @@ __device__ __forceinline__ void fold_levels(const AttentionParams& p, const Laun
         lse[i] = own_lse;
         o[i] = own;
       } else {
-        load_part<Traits>(p, part + row, w.kv_head, vector, lse[i], o[i]);
+        load_part<Traits>(p, part + row, kv_head, vector, lse[i], o[i]);
       }
     }
 #pragma unroll
     for (int i = 0; i < kParts; i += kLevelBatch) add_batch(sum, lse + i, o + i);
   }
-  store_sum<Traits>(p, c, sum, w.token_begin, w.q_begin + row, w.kv_head, vector);
+  store_sum<Traits>(p, c, sum, w.token_begin, w.q_begin + row, kv_head, vector);
 }
 
 // Joins the states of the warps that shared the KV tiles of a row group, in their order, eight rows at a
@@ -281,9 +283,15 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
   const Work& w = x.w;
   constexpr int kVectors = Traits::kWarpColumns / 4, kRowFloats = Traits::kWarpColumns;
   // Tiles of different heights follow each other without a common barrier, so each has names of its own.
-  const int groups = Traits::kMaxGroups / x.members, threads = x.members * 32;
-  const int barrier = 1 + Traits::kColumnWarps * (groups + x.group) + x.column_warp;
-  const int first_warp = x.group * x.members * Traits::kColumnWarps + x.column_warp;
+  const int places = Traits::kMaxGroups / x.members, threads = x.members * 32;
+  const int barrier = 1 + Traits::kColumnWarps * (places + x.place()) + x.column_warp;
+  const int first_warp = x.place() * x.members * Traits::kColumnWarps + x.column_warp;
+  const auto sync = [&] {
+    if (kBundles<Traits> && threads == 32)
+      __syncwarp();
+    else
+      ptx::named_barrier(barrier, threads);
+  };
   const int active = min(x.members, w.tiles);  // the first tiles belong to the first of them
   const auto states_of = [&](int warp) {
     return shared + (warp / Traits::kColumnWarps) * Traits::kSliceBytes +
@@ -291,11 +299,12 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
   };
   const auto chunk_at = [](int row, int chunk) { return row * kRowFloats + ((chunk ^ (row & 3)) << 2); };
   // Where all other items of a composed request have arrived, its last state need not go through memory.
-  const bool may_finish =
-      kComposes<Traits> && Traits::kColumnWarps == 1 && w.levels && w.tokens < 0 && groups == 1;
-  int32_t* counter = p.counters + kArrivals + w.unit * p.num_kv_heads + w.kv_head;
+  const bool may_finish = kComposes<Traits> && Traits::kColumnWarps == 1 && w.levels && w.tokens < 0 &&
+                          (places == 1 || x.in_bundle());
+  int32_t* counter = p.counters + kArrivals + w.unit * p.num_kv_heads + x.kv_head();
+  const bool leads_place = x.member == 0 && x.lane == 0;
   int arrived = 0;
-  if (may_finish && x.warp == 0 && x.lane == 0) arrived = ptx::load_acquire(counter);
+  if (may_finish && leads_place) arrived = ptx::load_acquire(counter);
   bool finishes = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -303,7 +312,7 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
     if (rows <= 0) break;
     // Nobody still reads its queries, or the rows before these.
     if (r == 0) x.sync_columns();
-    ptx::named_barrier(barrier, threads);
+    sync();
     float* slice = reinterpret_cast<float*>(x.own_slice());
     const int row = x.lane / 4;
     const float sum = quad_sum(x.state.sum[r]);
@@ -319,9 +328,9 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
               make_float2(x.out[2 * n + h][2 * r], x.out[2 * n + h][2 * r + 1]);
       }
     }
-    if (may_finish && r == 0 && x.warp == 0 && x.lane == 0) control.arrived = arrived == w.num_items - 1;
-    ptx::named_barrier(barrier, threads);
-    if (may_finish && r == 0) finishes = *static_cast<volatile int32_t*>(&control.arrived);
+    if (may_finish && r == 0 && leads_place) control.place_arrived[x.place()] = arrived == w.num_items - 1;
+    sync();
+    if (may_finish && r == 0) finishes = *static_cast<volatile int32_t*>(&control.place_arrived[x.place()]);
     for (int i = x.member * 32 + x.lane; i < rows * kVectors; i += threads) {
       const int out_row = i / kVectors, vector = i % kVectors;
       // Unrolled over as many warps as there can be, so that all reads are under way together.
@@ -356,25 +365,26 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
       const bool leads = vector == 0 && x.column_warp == 0;
       const int column = x.column_warp * Traits::kWarpColumns + vector * 4;
       if (kComposes<Traits> && finishes) {
-        fold_levels<Traits>(p, x.c, w, tile_row, vector, w.faults ? quiet_nan() : lse, times(acc, inverse));
+        fold_levels<Traits>(p, x.c, w, x.kv_head(), tile_row, vector, w.faults ? quiet_nan() : lse,
+                            times(acc, inverse));
       } else if (w.partial < 0) {
         const int packed = w.q_begin + tile_row;
-        acc = times(acc, inverse * finish_row(p, x.c, w, packed, lse, leads));
+        acc = times(acc, inverse * finish_row(p, x.c, w, packed, x.kv_head(), lse, leads));
         if constexpr (Variant::kTransformsOutput)
-          acc = output_columns(p, acc, column, row_index(p, x.c, w, packed), lse);
+          acc = output_columns(p, acc, column, row_index(p, x.c, w, packed, x.kv_head()), lse);
         T* to = static_cast<T*>(p.out) + column +
-                row_offset(p, x.c, w.token_begin, packed, w.kv_head, p.out_stride_token, p.out_stride_head);
+                row_offset(p, x.c, w.token_begin, packed, x.kv_head(), p.out_stride_token, p.out_stride_head);
         *reinterpret_cast<uint2*>(to) = make_uint2(ptx::pack2<T>(acc.x, acc.y), ptx::pack2<T>(acc.z, acc.w));
       } else {
-        const int64_t state = int64_t(w.partial + tile_row) * p.num_kv_heads + w.kv_head;
+        const int64_t state = int64_t(w.partial + tile_row) * p.num_kv_heads + x.kv_head();
         if (leads) __stcg(p.partial_lse + state, w.faults ? quiet_nan() : lse);
         __stcg(reinterpret_cast<float4*>(p.partial_out + state * Traits::kHeadDimV + column),
                times(acc, inverse));
       }
     }
   }
-  if (finishes && x.warp == 0 && x.lane == 0) *counter = 0;
-  ptx::named_barrier(barrier, threads);  // the slices are free again
+  if (finishes && leads_place) *counter = 0;
+  sync();  // the slices are free again
   return finishes;
 }
 

@@ -37,11 +37,14 @@ struct GridState {
 // This warp's share of an item's tiles, the first being at `stage` of the ring.
 template <class Traits, class BeforeTile>
 __device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, uint32_t stages,
-                                       Ring<Traits::kStages> stage, int first, int step, int tiles,
-                                       BeforeTile before_tile) {
+                                       Ring<Traits::kStages> stage, int tiles, BeforeTile before_tile) {
   const int kv_begin = x.w.kv_begin;
+  // Heads of a bundle take turns in the ring, and their warps take turns at their tiles.
+  const int heads_log2 = kBundles<Traits> ? x.w.heads_log2 : 0;
+  const int first = (x.member << heads_log2) + (x.in_bundle() ? x.place() : 0);
+  const int step = Traits::kInvariant ? 1 : x.members << heads_log2;
   float scale = x.p.scale;
-  if constexpr (!Variant::kTransformsKey) scale *= x.p.k_scale[x.w.kv_head * x.p.k_scale_stride];
+  if constexpr (!Variant::kTransformsKey) scale *= x.p.k_scale[x.kv_head() * x.p.k_scale_stride];
   // A negative scale would make the least logit the maximum: better no number than a wrong one.
   if (!kTransform && !(scale > 0.f)) scale = quiet_nan();
   const bool has_rows = x.group * 16 < x.w.q_rows;  // a group without rows frees its tiles all the same
@@ -50,9 +53,10 @@ __device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, ui
   for (int i = first; i < tiles; i += step) {
     before_tile(i);
     ptx::mbarrier_wait(full_barrier(control, stage), stage.lap >> 1 & 1);
-    if (has_rows) x.step(stages + stage.at * Traits::kStageBytes, kv_begin + i * Traits::kKvTile, scale);
+    if (has_rows)
+      x.step(stages + stage.at * Traits::kStageBytes, kv_begin + (i >> heads_log2) * Traits::kKvTile, scale);
     // The ring waits for as many arrivals as there are warps; a tile is read by fewer of them.
-    ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[stage.at]), x.lane, x.members);
+    ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[stage.at]), x.lane, x.members << heads_log2);
     stage.advance(step);
   }
 }
@@ -79,7 +83,7 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
                                          const Ring<Traits::kStages>& stage, int tiles) {
   Consumer<Traits> x(p, c, w, tid, shared);
   if constexpr (Traits::kWgmma && !Variant::kTransformsKey) {
-    if (x.members == 1) {
+    if (x.members == 1 && !x.in_bundle()) {
       Ring<Traits::kStages> first = stage;
       if (kRingQueries<Traits> && w.query_tiles) {
         x.take_queries(control, stages, first);
@@ -91,8 +95,12 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
       return false;
     }
   }
-  attend<Traits>(x, control, stages, stage, x.member, x.members, tiles, [](int) {});
+  attend<Traits>(x, control, stages, stage, tiles, [](int) {});
   if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
+  if (x.in_bundle()) {
+    if (!combine(x, control, shared) && w.unit >= 0) arrive_in_bundle(x, control);
+    return true;
+  }
   if (x.members > 1) return combine(x, control, shared);
   store(x);
   return false;
@@ -113,7 +121,7 @@ __device__ __forceinline__ void run_invariant_item(const AttentionParams& p, con
       reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header)->invariant_grid / Traits::kKvTile;
   const int first_tile = w.kv_begin / Traits::kKvTile;
   int partial = w.partial;
-  attend<Traits>(x, control, stages, stage, 0, 1, tiles, [&](int i) {
+  attend<Traits>(x, control, stages, stage, tiles, [&](int i) {
     if (i == 0 || (first_tile + i) % grid_tiles != 0) return;
     if (w.folds) {
       grid.fold(x);
@@ -175,8 +183,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchCo
   while (true) {
     ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     const Work& w = control.slots[slot.at];
-    if (w.ticket < 0) return;
-    const int tiles = w.tiles;
+    if (w.item < 0) return;
+    const int tiles = ring_tiles<Traits>(w);
     bool finished = false;
     if constexpr (Traits::kInvariant)
       run_invariant_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);

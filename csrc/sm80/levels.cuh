@@ -15,6 +15,17 @@ struct CompletedRows {
   // Of a completed unit: its first query token, its first packed row, and where its parts begin and end.
   int4 units[kMaxQueryTile];
   uint16_t rows[kCompletedRows];  // index into units, and packed row of the unit
+
+  __device__ __forceinline__ int4 unit(int at) const { return units[rows[at] / kMaxQueryTile]; }
+  __device__ __forceinline__ int row(int at) const { return rows[at] % kMaxQueryTile; }
+};
+
+// The rows of one unit.
+struct RowsOfUnit {
+  int4 only;
+
+  __device__ __forceinline__ int4 unit(int) const { return only; }
+  __device__ __forceinline__ int row(int at) const { return at; }
 };
 
 // One warp's look at the units to which an item reports: lane l has units l, l + 32, ...
@@ -90,23 +101,24 @@ struct ReportedUnits {
 
 // Folds the listed rows, kRows of a slot at a time and kBatches batches of parts of each, so that many reads
 // are under way. A row's bits depend on neither, nor on its neighbours.
-template <class Traits, int kRows, int kBatches>
+template <class Traits, int kRows, int kBatches, class Rows>
 __device__ __forceinline__ void fold_rows(const AttentionParams& p, const LaunchConstants& c,
-                                          const CompletedRows& completed, int total, int kv_head, int tid) {
+                                          const Rows& completed, int total, int kv_head, int tid,
+                                          int threads) {
   using Slots = MergeSlots<Traits>;
   constexpr int kParts = kBatches * kLevelBatch;
-  const int lane = tid % Slots::kLanes, slot = tid / Slots::kLanes;
+  const int lane = tid % Slots::kLanes, slot = tid / Slots::kLanes, slots = threads / Slots::kLanes;
   const auto* parts = reinterpret_cast<const int32_t*>(p.plan + p.layout.parts);
 #pragma unroll 1
-  for (int first = slot; first < total; first += kRows * Slots::kCount) {
+  for (int first = slot; first < total; first += kRows * slots) {
     int row[kRows], begin[kRows], end[kRows], longest = 0;
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
-      const int at = min(first + j * Slots::kCount, total - 1);
-      const int4 unit = completed.units[completed.rows[at] / kMaxQueryTile];
-      row[j] = completed.rows[at] % kMaxQueryTile;
+      const int at = min(first + j * slots, total - 1);
+      const int4 unit = completed.unit(at);
+      row[j] = completed.row(at);
       begin[j] = unit.z;
-      end[j] = first + j * Slots::kCount < total ? unit.w : unit.z;
+      end[j] = first + j * slots < total ? unit.w : unit.z;
       longest = max(longest, end[j] - begin[j]);
     }
 #pragma unroll 1
@@ -135,9 +147,9 @@ __device__ __forceinline__ void fold_rows(const AttentionParams& p, const Launch
       }
       // One after another: their code is long and their stores wait for nothing.
 #pragma unroll 1
-      for (int at = first; at < min(total, first + kRows * Slots::kCount); at += Slots::kCount) {
-        const int4 unit = completed.units[completed.rows[at] / kMaxQueryTile];
-        const int packed = unit.y + completed.rows[at] % kMaxQueryTile;
+      for (int at = first; at < min(total, first + kRows * slots); at += slots) {
+        const int4 unit = completed.unit(at);
+        const int packed = unit.y + completed.row(at);
         store_sum<Traits>(p, c, sum[0], unit.x, packed, kv_head, vector);
 #pragma unroll
         for (int j = 1; j < kRows; ++j) sum[j - 1] = sum[j];
@@ -168,10 +180,36 @@ __device__ __forceinline__ void arrive_at_levels(const AttentionParams& p, const
   if (total == 0) return;
   __threadfence();
   if (total <= MergeSlots<Traits>::kCount)
-    fold_rows<Traits, 1, 4>(p, c, completed, total, kv_head, tid);
+    fold_rows<Traits, 1, 4>(p, c, completed, total, kv_head, tid, kConsumers);
   else
-    fold_rows<Traits, 4, 1>(p, c, completed, total, kv_head, tid);
+    fold_rows<Traits, 4, 1>(p, c, completed, total, kv_head, tid, kConsumers);
   ptx::named_barrier(1, kConsumers);  // the list has been read
+}
+
+// arrive() of one head of a bundle, by the warps of its place: its rows belong to one composed request.
+template <class Traits>
+__device__ __forceinline__ void arrive_in_bundle(const Consumer<Traits>& x, Control& control) {
+  if constexpr (kComposes<Traits>) {
+    const AttentionParams& p = x.p;
+    const Work& w = x.w;
+    const int threads = x.members * 32, thread = x.member * 32 + x.lane, kv_head = x.kv_head();
+    const auto sync = [&] {
+      if (threads == 32)
+        __syncwarp();
+      else
+        ptx::named_barrier(1 + Traits::kMaxGroups / x.members + x.place(), threads);
+    };
+    __threadfence();
+    sync();
+    int32_t* counter = p.counters + kArrivals + w.unit * p.num_kv_heads + kv_head;
+    if (thread == 0) control.place_arrived[x.place()] = atomicAdd(counter, 1) == w.num_items - 1;
+    sync();
+    if (!*static_cast<volatile int32_t*>(&control.place_arrived[x.place()])) return;
+    __threadfence();
+    if (thread == 0) *counter = 0;
+    const RowsOfUnit rows{make_int4(w.token_begin, w.q_begin, w.parts_begin, w.parts_end)};
+    if (w.q_rows > 0) fold_rows<Traits, 4, 1>(p, x.c, rows, w.q_rows, kv_head, thread, threads);
+  }
 }
 
 }  // namespace fi::sm80

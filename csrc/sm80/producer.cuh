@@ -32,10 +32,12 @@ __device__ __forceinline__ void warm_cache(const AttentionParams& p, const Launc
     for (int i = lane; i < lines; i += 32) ptx::prefetch_l2(begin + min(int64_t(i) * kLine, bytes));
   }
   // Heads of a KV head lie side by side as a rule: one line of each row.
-  for (int row = lane; row < w.q_rows; row += 32) {
-    const int packed = w.q_begin + row;
+  const int rows = max(w.q_rows, 0), all_rows = kBundles<Traits> ? rows << w.heads_log2 : rows;
+  for (int i = lane; i < all_rows; i += 32) {
+    const int place = kBundles<Traits> && w.heads_log2 > 0 ? i / rows : 0;
+    const int packed = w.q_begin + i - place * rows;
     int token = c.group.divide(packed);
-    const int head = w.kv_head * p.group + packed - token * p.group;
+    const int head = (w.kv_head + place) * p.group + packed - token * p.group;
     if (kComposes<Traits> && w.tokens >= 0) {
       token = node_token(p, w, token);
       if (token < 0) continue;
@@ -85,7 +87,8 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
   const auto* queue = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_begin);
   const auto* entries = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_entries);
   const bool queued = header->num_queues > 0;
-  const int tickets = header->num_items * p.num_kv_heads;
+  const Tickets bundled(p, c, *header);
+  const int tickets = kBundles<Traits> ? bundled.count : header->num_items * p.num_kv_heads;
   int next = blockIdx.x, end = tickets;  // of the tickets, or of this CTA's entries in its queue
   if (queued) {
     next = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x] : 0;
@@ -94,46 +97,68 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
   Ring<kSlots> slot, oldest;  // oldest: the first item that the producers are not known to be nearly through
   int waiting = 0, tiles_ahead = 0;  // items from there on, and their tiles
   bool small = false;                // the last item was
+  int heads_left = 0, draws = 0;     // of the ticket; what the draw behind it said
+  bool drawn = false;
   while (true) {
     ptx::mbarrier_wait(ptx::shared_address(&control.slot_empty[slot.at]), slot.parity() ^ 1);
     Work& w = control.slots[slot.at];
     const auto pass = [&] {
-      tiles_ahead -= control.slots[oldest.at].tiles;
+      tiles_ahead -= ring_tiles<Traits>(control.slots[oldest.at]);
       --waiting;
       oldest.advance();
     };
     if (waiting == kSlots) pass();  // its slot is free again
     __syncwarp();
-    if (next >= end) {
+    if (heads_left == 0 && next >= end) {
       if (lane == 0) {
-        w.ticket = -1;
+        w.item = -1;
         ptx::mbarrier_arrive(ptx::shared_address(&control.slot_full[slot.at]));
       }
       return;
     }
     // One draw a ticket, so the draw that returns tickets - 1 is the launch's last: it resets the counter.
-    const bool early = small && !queued;
-    int draws = 0;
+    const bool early = small && !queued && heads_left == 0;
     if (early && lane == 0) draws = atomicAdd(p.counters, 1);
-    if (lane == 0) {
-      exact_work<Traits>(p, c, queued ? entries[next] : next, w);
-      ptx::mbarrier_arrive(ptx::shared_address(&control.slot_full[slot.at]));
+    if (heads_left == 0) {
+      drawn = early;
+      const int ticket = queued ? entries[next] : next;
+      int item, kv_head, heads_log2 = 0;
+      if (kBundles<Traits> && !queued) {
+        bundled.find(p, c, ticket, item, kv_head, heads_log2);
+      } else {
+        item = c.num_kv_heads.divide(ticket);
+        kv_head = ticket - item * p.num_kv_heads;
+      }
+      if (lane == 0) {
+        exact_work<Traits>(p, c, item, kv_head, w);
+        w.heads_log2 = bundled_heads<Traits>(w, heads_log2);
+      }
+      heads_left = 1 << heads_log2;
+    } else if (lane == 0) {
+      // The next head of a ticket whose item is not one to be bundled.
+      const Work& before = control.slots[(slot.at + kSlots - 1) % kSlots];
+      w = before;
+      ++w.kv_head;
     }
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.slot_full[slot.at]));
     __syncwarp();
+    heads_left = kBundles<Traits> ? heads_left - (1 << w.heads_log2) : 0;
     if (kComposes<Traits> && w.levels) warm_units(p, w, lane);
     warm_cache<Traits>(p, c, w, lane);
     small = kComposes<Traits> && w.levels && w.tiles < kSmallTiles;
-    tiles_ahead += w.tiles;
+    tiles_ahead += ring_tiles<Traits>(w);
     ++waiting;
-    while (waiting > 0 && (!small || tiles_ahead > kSmallTiles)) {
+    while (heads_left == 0 && waiting > 0 && (!small || tiles_ahead > kSmallTiles)) {
       ptx::mbarrier_wait(ptx::shared_address(&control.draw[oldest.at]), oldest.parity());
       pass();
     }
-    if (queued) {
+    if (heads_left > 0) {
+      // The ticket is not done.
+    } else if (queued) {
       ++next;
     } else {
       if (lane == 0) {
-        if (!early) draws = atomicAdd(p.counters, 1);
+        if (!drawn) draws = atomicAdd(p.counters, 1);
         if (draws == tickets - 1) *p.counters = 0;
         next = int(gridDim.x) + draws;
       }
@@ -158,8 +183,9 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
   while (true) {
     ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     Work& w = control.slots[slot.at];
-    if (w.ticket < 0) return;
-    const int tiles = w.tiles, lo = max(w.lo, w.kv_begin), hi = w.kv_end, kv_begin = w.kv_begin;
+    if (w.item < 0) return;
+    const int heads_log2 = kBundles<Traits> ? w.heads_log2 : 0;  // heads take turns, tile by tile
+    const int tiles = ring_tiles<Traits>(w), lo = max(w.lo, w.kv_begin), hi = w.kv_end, kv_begin = w.kv_begin;
     const int32_t* indices = kIndexed ? p.level.indices + w.row_begin : nullptr;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; tile += kBatch) {
@@ -168,7 +194,7 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
       for (int j = 0; j < kBatch; ++j)
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
-          const int key = kv_begin + (tile + j) * kKvTile + half * 32 + lane;
+          const int key = kv_begin + (tile + j >> heads_log2) * kKvTile + half * 32 + lane;
           const bool valid = key >= lo && key < hi;
           const int page = c.page_size.divide(valid ? key : lo);
           found[j][half] = valid ? page : -1;
@@ -188,7 +214,7 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
           if (kIndexed && x >= 0) x = c.index_divisor.divide(int32_t(x));
           if (!kIndexed && x >= 0) x += w.row_begin;
           const int64_t last = p.level.num_pages - 1;
-          const int key = kv_begin + (tile + j) * kKvTile + half * 32 + lane;
+          const int key = kv_begin + (tile + j >> heads_log2) * kKvTile + half * 32 + lane;
           const uint32_t in_page = uint32_t(key - c.page_size.divide(key) * c.page_size.divisor);
           const bool inside = x < last || (x == last && int(in_page) < p.level.last_page_size);
           fault |= x >= 0 && !inside;
@@ -205,7 +231,7 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
         bool exists = true;
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) exists = exists && row[half] != kNoRow;
-        const int first_key = kv_begin + (tile + j) * kKvTile;
+        const int first_key = kv_begin + (tile + j >> heads_log2) * kKvTile;
         if (c.box_keys > 0 && first_key % c.box_keys == 0 && __all_sync(~0u, exists)) {
 #pragma unroll
           for (int half = 0; half < kHalves; ++half) {
@@ -241,9 +267,9 @@ struct Loader {
   __device__ __forceinline__ Loader(const AttentionParams& p_, const LaunchConstants& c_, int warp_)
       : p(p_), c(c_), lane(threadIdx.x % 32), warp(warp_) {}
 
-  __device__ __forceinline__ void begin(const Work& w) {
-    k = static_cast<const char*>(p.k) + int64_t(w.kv_head) * c.k_head_bytes + lane % 8 * 16;
-    v = static_cast<const char*>(p.v) + int64_t(w.kv_head) * c.v_head_bytes + lane % 8 * 16;
+  __device__ __forceinline__ void begin(const Work& w, int place = 0) {
+    k = static_cast<const char*>(p.k) + int64_t(w.kv_head + place) * c.k_head_bytes + lane % 8 * 16;
+    v = static_cast<const char*>(p.v) + int64_t(w.kv_head + place) * c.v_head_bytes + lane % 8 * 16;
     // Else the compiler adds the caches' addresses once more for every row.
     asm volatile("" : "+l"(k), "+l"(v));
   }
@@ -354,8 +380,9 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
   while (true) {
     ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     const Work& w = control.slots[slot.at];
-    if (w.ticket < 0) return;
-    const int tiles = w.tiles, kv_begin = w.kv_begin;
+    if (w.item < 0) return;
+    const int heads_log2 = kBundles<Traits> ? w.heads_log2 : 0;
+    const int tiles = ring_tiles<Traits>(w), kv_begin = w.kv_begin;
     loader.begin(w);
     const bool draws = warp == 0 && lane == 0;
     if (draws && tiles <= kDrawAhead) ptx::mbarrier_arrive(ptx::shared_address(&control.draw[slot.at]));
@@ -367,6 +394,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
     }
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i) {
+      if (kBundles<Traits> && heads_log2 > 0) loader.begin(w, i & (1 << heads_log2) - 1);
       ptx::mbarrier_wait(ptx::shared_address(&control.rows_full[ring.at]), ring.parity());
       uint32_t found[Loader<Traits>::kSteps];
       loader.read(rows + ring.at * kKvTile, found);
@@ -380,13 +408,16 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
       const uint32_t k_tile = stages + stage.at * Traits::kStageBytes;
 #if FI_TMA
       if (whole)
-        loader.copy_boxes(page, kv_begin + i * kKvTile, w.kv_head, k_tile, full_barrier(control, stage));
+        loader.copy_boxes(page, kv_begin + (i >> heads_log2) * kKvTile,
+                          w.kv_head + (i & (1 << heads_log2) - 1), k_tile, full_barrier(control, stage));
       else
 #endif
           if (c.one_offset)
-        loader.template copy<true>(found, kv_begin + i * kKvTile, k_tile, k_tile + Traits::kKBytes);
+        loader.template copy<true>(found, kv_begin + (i >> heads_log2) * kKvTile, k_tile,
+                                   k_tile + Traits::kKBytes);
       else
-        loader.template copy<false>(found, kv_begin + i * kKvTile, k_tile, k_tile + Traits::kKBytes);
+        loader.template copy<false>(found, kv_begin + (i >> heads_log2) * kKvTile, k_tile,
+                                    k_tile + Traits::kKBytes);
 #if FI_TMA
       if (!whole)
 #endif

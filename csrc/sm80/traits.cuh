@@ -74,7 +74,7 @@ struct Traits {
       max_of(tile_bytes(16, kHeadDim * 2),
              kColumnWarps* max_of(tile_bytes(16, kWarpColumns * 2), 8 * kWarpColumns * 4));
   static constexpr int kQBytes = kMaxGroups * kSliceBytes;
-  static constexpr int kControlBytes = 1408;
+  static constexpr int kControlBytes = 1536;
 
   // Keys of one pipeline stage and of one softmax update: 64, or 32 where shared memory is short.
   static constexpr int stage_bytes(int keys) {

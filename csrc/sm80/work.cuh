@@ -11,8 +11,9 @@
 namespace fi::sm80 {
 
 struct Work {
-  int32_t ticket;  // -1: no more work
+  int32_t item;  // -1: no more work
   int32_t request, kv_head;
+  int32_t heads_log2;  // KV heads from kv_head on that the item holds side by side (a bundle)
   int32_t tile_log2;
   int32_t token_begin;       // first query token of the request
   int32_t q_begin, q_rows;   // packed rows; as many as exist
@@ -29,7 +30,7 @@ struct Work {
   int32_t folds;   // one state for all grid chunks (batch-invariant mode)
   int32_t faults;  // KernelFault: the rows become NaN
   int64_t row_begin;
-  int32_t tiles;        // KV tiles from kv_begin to kv_end, none without rows
+  int32_t tiles;        // KV tiles from kv_begin to kv_end, none without rows; of each head
   int32_t query_tiles;  // 1: the ring holds the queries in front of them
 };
 
@@ -39,6 +40,7 @@ struct Control {
   uint64_t rows_full[kRowTiles], rows_empty[kRowTiles];
   uint64_t draw[kSlots];  // the producers are nearly through with the item
   int32_t arrived;
+  int32_t place_arrived[kConsumerWarps];  // the same of each head of a bundle
   Work slots[kSlots];
   float2 stats[kConsumerWarps][8];  // maximum and sum of the rows that warps combine
 };
@@ -73,6 +75,16 @@ struct Ring {
 template <int kSize>
 __device__ __forceinline__ uint32_t full_barrier(Control& control, const Ring<kSize>& ring) {
   return ptx::shared_address(&control.full[ring.lap & 1][ring.at]);
+}
+
+// A bundle gives each of its heads its own warps, which need all columns of their rows.
+template <class Traits>
+inline constexpr bool kBundles = FI_BUNDLES && !Traits::kInvariant && Traits::kColumnWarps == 1;
+
+// Tiles that an item takes of the ring, beside its queries.
+template <class Traits>
+__device__ __forceinline__ int ring_tiles(const Work& w) {
+  return kBundles<Traits> ? w.tiles << w.heads_log2 : w.tiles;
 }
 
 // A tile of queries fits a stage.
@@ -148,15 +160,15 @@ __device__ __forceinline__ void node_work(const AttentionParams& p, const Launch
 // What is left of an item once the exact lengths are known. Lengths may differ from the planned ones: the
 // first chunk reaches down to the true start of the window, the last one up to the true end.
 template <class Traits>
-__device__ __forceinline__ void exact_work(const AttentionParams& p, const LaunchConstants& c, int ticket,
-                                           Work& w) {
+__device__ __forceinline__ void exact_work(const AttentionParams& p, const LaunchConstants& c, int index,
+                                           int kv_head, Work& w) {
   constexpr bool invariant = Traits::kInvariant;
-  const int index = c.num_kv_heads.divide(ticket);
   const WorkItem item = reinterpret_cast<const WorkItem*>(p.plan + p.layout.items)[index];
   const LevelParams& level = p.level;
-  w.ticket = ticket;
+  w.item = index;
   w.request = item.request;
-  w.kv_head = ticket - index * p.num_kv_heads;
+  w.kv_head = kv_head;
+  w.heads_log2 = 0;
   w.tile_log2 = item.tile_log2;
   w.partial = item.partial;
   // A module that cannot share leaves such items alone: their rows are never written, and a fault says so.
@@ -232,6 +244,47 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
   }
   w.tiles = w.q_rows > 0 && w.kv_end > w.kv_begin ? ceil_div(w.kv_end - w.kv_begin, Traits::kKvTile) : 0;
   w.query_tiles = brings_queries<Traits>(w);
+}
+
+// The tickets of a launch. Items are in the order of their costs: one of the last bundled[k - 1] makes one
+// ticket for 2^k neighbouring KV heads, where the next number says nothing else.
+struct Tickets {
+  int from[kBundleSizes + 1], begin[kBundleSizes + 1], count;
+
+  __device__ __forceinline__ Tickets(const AttentionParams& p, const LaunchConstants& c,
+                                     const PlanHeader& header) {
+    from[0] = begin[0] = 0;
+#pragma unroll
+    for (int k = 1; k <= kBundleSizes; ++k) {
+      // Whole bundles alone, whatever the plan says.
+      const bool whole = p.num_kv_heads % (1 << k) == 0;
+      from[k] = whole ? max(header.num_items - max(header.bundled[k - 1], 0), from[k - 1]) : header.num_items;
+      begin[k] = begin[k - 1] + ((from[k] - from[k - 1]) * p.num_kv_heads >> (k - 1));
+    }
+    count = begin[kBundleSizes] + ((header.num_items - from[kBundleSizes]) * p.num_kv_heads >> kBundleSizes);
+  }
+
+  // Its item, first KV head and number of heads (logarithm).
+  __device__ __forceinline__ void find(const AttentionParams& p, const LaunchConstants& c, int ticket,
+                                       int& item, int& kv_head, int& heads_log2) const {
+    int first = 0, rest = ticket;
+    heads_log2 = 0;
+#pragma unroll
+    for (int k = 1; k <= kBundleSizes; ++k)
+      if (ticket >= begin[k]) heads_log2 = k, first = from[k], rest = (ticket - begin[k]) << k;
+    const int more = c.num_kv_heads.divide(rest);
+    item = first + more;
+    kv_head = rest - more * p.num_kv_heads;
+  }
+};
+
+// The heads (logarithm) of one ticket's 2^k that an item holds side by side: rows of one warp that need no
+// other warp's arithmetic, and whose result no item of another size folds.
+template <class Traits>
+__device__ __forceinline__ int bundled_heads(const Work& w, int heads_log2) {
+  if constexpr (!kBundles<Traits>) return 0;
+  const bool fits = w.tile_log2 <= 4 && w.tokens < 0 && (w.unit < 0 || w.levels);
+  return fits ? heads_log2 : 0;
 }
 
 }  // namespace fi::sm80

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 FIRST_CHUNK = 1
 LAST_CHUNK = 2
 PREFIX = 4
@@ -69,9 +69,12 @@ HEADER = np.dtype(
             "num_nodes",
             "num_node_tokens",
             "num_reports",
+            "bundled_by_2",
+            "bundled_by_4",
+            "bundled_by_8",
         )
     ]
-    + [("reserved", "<i4", 14)]
+    + [("reserved", "<i4", 11)]
 )
 _NUM_NODES = HEADER.fields["num_nodes"][1] if HEADER.fields else 0
 

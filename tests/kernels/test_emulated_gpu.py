@@ -16,11 +16,16 @@ from attention_strategies import ROOMY
 from engine_memory import Layout
 
 from fi_backend.core import jit, kernels
+from fi_backend.core.planner import CostModel
 from fi_backend.core.sharing import flat_reason
 from fi_backend.core.spec import AttentionSpec
 
+# Written and tested, off until they have been measured.
+UNMEASURED = (("FI_BUNDLES", "1"), ("FI_RING_QUERIES", "1"))
 SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "wgmma": ("sm_90a", {"head_dim": 64}),
+    "unmeasured": ("sm_90a", {"head_dim": 64}),
+    "unmeasured, fp8": ("sm_80", {"head_dim": 64, "dtype": "float16", "kv_dtype": "float8_e5m2"}),
     "mma": ("sm_80", {"head_dim": 64, "dtype": "float16"}),
     "little shared memory": ("sm_86", {"head_dim": 128}),
     "wide heads": ("sm_90a", {"head_dim": 192, "head_dim_v": 128}),
@@ -34,17 +39,26 @@ def layer(name: str, **options: Any) -> AttentionSpec:
     return AttentionSpec(**{"num_qo_heads": 6, "num_kv_heads": 2, "page_size": 16} | SPECS[name][1] | options)
 
 
+def defines(name: str) -> tuple[tuple[str, str], ...]:
+    return UNMEASURED if name.startswith("unmeasured") else ()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def modules() -> None:
     """Compile them side by side."""
-    jit.build_all([emulator_modules.attention_module(layer(name), arch) for name, (arch, _) in SPECS.items()])
+    jit.build_all(
+        [
+            emulator_modules.attention_module(layer(name), arch, defines(name))
+            for name, (arch, _) in SPECS.items()
+        ]
+    )
 
 
 @pytest.fixture(params=SPECS)
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A spec whose module takes the place of the CPU's."""
     monkeypatch.setattr(kernels, "_ready", set())
-    emulator_modules.install(SPECS[request.param][0], monkeypatch.setattr)
+    emulator_modules.install(SPECS[request.param][0], monkeypatch.setattr, defines(request.param))
     return request.param
 
 
@@ -85,6 +99,22 @@ def test_prefixes_read_once(name: str) -> None:
             costs=replace(SPLIT_COSTS, alpha=0, part_cost=0),
         )
     )
+    assert state.plan.header["num_nodes"] >= 2
+
+
+@pytest.mark.parametrize("name", ["unmeasured", "unmeasured, fp8"], indirect=True)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (6, 2), (20, 4)])
+def test_many_short_requests_in_bundles_of_heads(name: str, heads: int, kv_heads: int) -> None:
+    spec = layer(name, num_qo_heads=heads, num_kv_heads=kv_heads, page_size=16)
+    lens = tuple(37 * i % 200 for i in range(24))
+    state = check(replace(batch(spec, (1, 2, 40) * 8, lens), num_ctas=3))
+    assert state.plan.header[f"bundled_by_{min(kv_heads, 4)}"] > 0
+    shares = ((0, 0), (0, 9)) + ((1, 12), (0, 9), (0, 5)) * 5
+    own = (9 * 16 + 20, 90, *(15 + 13 * i % 70 for i in range(15)))
+    kv_lens = tuple(16 * pages + n for (_, pages), n in zip(shares, own, strict=True))
+    costs = replace(CostModel.for_device("cuda"), share_cost=0, share_latency=0)
+    composed = batch(spec, (1, 2, 1, 1, 1) * 3 + (1, 1), kv_lens, shares=shares, sharing=ROOMY, costs=costs)
+    state = check(replace(composed, num_ctas=3))
     assert state.plan.header["num_nodes"] >= 2
 
 

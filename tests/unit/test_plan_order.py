@@ -43,6 +43,22 @@ def test_items_stand_longest_first_with_ties_in_generation_order(case: PlanCase)
     assert keys == sorted(keys)
 
 
+@share(200)
+@given(cases(max_requests=60))
+@example(PlanCase((1,) * 300, tuple(range(300)), num_ctas=132, heads=8))
+@example(PlanCase((1,) * 16, (1024,) * 16, num_ctas=132, heads=8))
+def test_bundles_are_all_items_of_the_buckets_below_half_a_share(case: PlanCase) -> None:
+    """2^k heads of an item cost at most half of the mean load of a CTA."""
+    plan = case.plan()
+    costs = plan.items["cost"].astype(object)
+    step = max(0, int(costs.max(initial=0)).bit_length() - 8)
+    for k in (1, 2, 3):
+        limit = (int(costs.sum()) * case.heads // case.num_ctas) >> (k + 1)
+        fits = [((int(cost) >> step) + 1 << step) - 1 <= limit for cost in costs]
+        assert plan.header[f"bundled_by_{2**k}"] == sum(fits)
+        assert fits == sorted(fits), "they stand at the end"
+
+
 def algorithm_1(plan: Plan, heads: int, num_ctas: int) -> list[list[tuple[int, int]]]:
     """The paper's queues with Python's own heap: each (item, head) to the CTA of least cost so far."""
     heap = [(0, cta) for cta in range(num_ctas)]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fi_backend.errors import BuildError, PlanError, UnsupportedError
 
 if TYPE_CHECKING:
+    from fi_backend import arrays as arrays
     from fi_backend.core.append import append_kv
     from fi_backend.core.attention import BatchAttention
     from fi_backend.core.block_selection import BlockSelection
@@ -63,10 +64,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "arrays":  # a module of its own, for arrays of other libraries
+        return importlib.import_module("fi_backend.arrays")
     if (module := _LAZY.get(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(module), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, "arrays"})

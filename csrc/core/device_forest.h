@@ -58,7 +58,8 @@ class ForestFinder {
         thread_(block.thread()) {}
 
   // Returns the number of pairs (leader, common), 0 where nothing is shared; in other blocks than the first
-  // it may be anything. Ends with a barrier. meanwhile: called by the first block, when something is shared.
+  // it may be anything. Behind pairs lies a barrier. meanwhile: called by the first block, when something is
+  // shared.
   template <class Meanwhile>
   FI_DEVICE int32_t run(const PlannerConfig& config, int32_t num_requests, const int32_t* qo_indptr,
                         const int32_t* kv_lens, Meanwhile meanwhile) {
@@ -110,7 +111,7 @@ class ForestFinder {
       }
       if (!found.broken) return found.pairs;
       FI_ROLL
-      for (int32_t r = thread_; r < requests_; r += kThreads) start(r);
+      for (int32_t r = thread_; r < requests_; r += kThreads) start(r, row(r));
       groups_.clear();
       if (thread_ == 0) m_.broken = 0;
       found = groups_.find();
@@ -140,15 +141,15 @@ class ForestFinder {
     }
     m_.pages[r] = pages;
     m_.q_len[r] = uint8_t(q_len);
-    start(r);
+    start(r, a_.rows.indices + begin);
     return pages;
   }
 
-  FI_DEVICE void start(int32_t r) {
+  FI_DEVICE void start(int32_t r, const int32_t* row) {
     const int32_t pages = m_.pages[r];
     m_.leader[r] = -1;
     m_.common[r] = 0;
-    m_.next[r] = pages > 0 ? *row(r) : 0;
+    m_.next[r] = pages > 0 ? *row : 0;
     m_.state[r] = pages > 0 ? kActive : kDone;
   }
 

@@ -50,7 +50,7 @@ class RequestGroups {
     for (int32_t r = thread_; r < requests_; r += kThreads) p_.leads[r] = 0;
   }
 
-  // Begins and, where something is shared, ends with a barrier. before, behind: called in the phase in which
+  // Begins and, where pairs were found, ends with a barrier. before, behind: called in the phase in which
   // requests are put into tables.
   template <class Before, class Behind>
   FI_DEVICE Groups find(Before before, Behind behind) {
@@ -120,7 +120,8 @@ class RequestGroups {
       base += kThreads;
     } while (base < requests_);
     const uint32_t all = block_.warp_or(uint32_t(scan_.posted(1)));
-    if (all || pairs > 0) block_.sync();
+    // Without pairs nobody reads on what another thread has left.
+    if (all & 2 || pairs > 0) block_.sync();
     return {bool(all & 1), bool(all & 2), pairs};
   }
 

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 
+_EXCHANGE, _EXTENSION = "__dlpack_c_exchange_api__", "tvm_ffi._optional_torch_c_dlpack"
 _importing = threading.Lock()
+_imported_alone = False
 
 
 class _Hidden(MetaPathFinder):
@@ -41,18 +43,26 @@ def meet_torch() -> None:
 
     Call it with torch imported, before a tensor is passed. Newer releases of torch describe their tensors
     themselves; for others tvm-ffi has an extension, without which it would not see torch's current stream.
+    Raises ImportError where there is neither and torch has CUDA.
     """
-    if "tvm_ffi" in sys.modules and (late := sys.modules.get("tvm_ffi._optional_torch_c_dlpack")):
-        torch = sys.modules["torch"]
-        if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-            importlib.reload(late)
+    torch = sys.modules["torch"]
+    if not _imported_alone or hasattr(torch.Tensor, _EXCHANGE):
+        return
+    importlib.reload(sys.modules[_EXTENSION])
+    if torch.version.cuda is not None and not hasattr(torch.Tensor, _EXCHANGE):
+        raise ImportError(
+            "torch: expected to be imported before fi_backend.arrays in a process that uses both, since this "
+            f"release ({torch.__version__}) cannot be introduced to tvm-ffi later; got it afterwards."
+        )
 
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
+    global _imported_alone
     if "torch" in sys.modules:
         yield
         return
+    _imported_alone = _imported_alone or "tvm_ffi" not in sys.modules
     finder = _Hidden()
     sys.meta_path.insert(0, finder)
     try:

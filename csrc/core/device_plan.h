@@ -84,7 +84,7 @@ class DevicePlanner {
     FI_ROLL
     for (int32_t i = thread_; i < a_.capacity.counters; i += kThreads) counters()[i] = 0;
     sort_.clear();
-    if (thread_ == 0) m_.load = 0;
+    if (thread_ == 0) m_.load = m_.wide = 0;
   }
 
   // Counts the tiles, copies the lengths, finds the longest; returns PlannerFault and kSeveralTiles.
@@ -359,6 +359,7 @@ class DevicePlanner {
   struct ItemKey {
     int32_t tile = 0;
     uint32_t cost = 0;
+    bool wide = false;
     typename Sort::Key key;
   };
 
@@ -368,7 +369,9 @@ class DevicePlanner {
     int bucket = 0;
     if (item < num_items) {
       k.tile = find_owner(&tiles.at(kFirstItem, 0), num_tiles_, num_items, item);
-      k.cost = uint32_t(item_of(tiles, item, k.tile).cost);
+      const WorkItem w = item_of(tiles, item, k.tile);
+      k.cost = uint32_t(w.cost);
+      k.wide = w.tile_log2 >= kWideTileLog2;
       bucket = sort_bucket(k.cost, shift);
     }
     k.key = sort_.key(bucket, item < num_items);
@@ -405,13 +408,12 @@ class DevicePlanner {
     for (int32_t base = 0; base + warp_ * kWarp < num_items; base += kThreads) {
       const ItemKey next = item_key(tiles, base + thread_, num_items, shift);
       sort_.count(next.key, base == 0);
-      // Halves, since a warp adds up 32 bits.
-      const uint64_t low = block_.warp_sum(next.cost & 0xffff), high = block_.warp_sum(next.cost >> 16);
-      if (lane_ == 0) block_.add(&m_.load, low + (high << 16));
+      add_cost(&m_.load, next.cost);
+      if (block_.ballot(next.wide)) add_cost(&m_.wide, next.wide ? next.cost : 0);
       if (base == 0) k = next;
     }
     sort_.end_counting(beside);
-    if (thread_ == kThreads - 1) write_bundled(num_items, shift);
+    if (thread_ == kThreads - 1) write_ends(num_items, shift);
     FI_ROLL
     for (int32_t base = 0;; base += kThreads) {
       const uint32_t at = sort_.place(k.key);
@@ -424,9 +426,18 @@ class DevicePlanner {
     }
   }
 
-  // Behind end_counting(), while buckets still say where they begin.
-  FI_DEVICE void write_bundled(int32_t num_items, int shift) {
-    int32_t* bundled = section<PlanHeader>(a_.layout.header)->bundled;
+  // By a whole warp, in halves, since it adds up 32 bits.
+  FI_DEVICE void add_cost(uint64_t* to, uint32_t cost) {
+    const uint64_t low = block_.warp_sum(cost & 0xffff), high = block_.warp_sum(cost >> 16);
+    if (lane_ == 0) block_.add(to, low + (high << 16));
+  }
+
+  // What the header says of the end of the list. Behind end_counting(), while buckets still say where they
+  // begin.
+  FI_DEVICE void write_ends(int32_t num_items, int shift) {
+    auto* header = section<PlanHeader>(a_.layout.header);
+    header->back_ctas = back_ctas(c_, int64_t(m_.load), int64_t(m_.wide));
+    int32_t* bundled = header->bundled;
     for (int k = 0; k < kBundleSizes; ++k) {
       const int bucket = first_bundled_bucket(c_, int64_t(m_.load), shift, k + 1);
       bundled[k] = bucket < kSortBuckets ? num_items - int32_t(m_.sort.position[bucket]) : 0;

@@ -9,10 +9,10 @@
 
 namespace fi {
 
-// Copies `items` to `sorted` by falling cost (by bucket, see plan_rules.h), ties by rising index. `bundled`
-// becomes the header's.
+// Copies `items` to `sorted` by falling cost (by bucket, see plan_rules.h), ties by rising index. The
+// header's `bundled` and `back_ctas` follow from it.
 void sort_longest_first(const PlannerConfig& config, std::span<const WorkItem> items, WorkItem* sorted,
-                        int32_t (&bundled)[kBundleSizes]);
+                        PlanHeader& header);
 
 // FlashInfer paper, Algorithm 1: each (item, KV head) in list order goes to the CTA with the least cost so
 // far, ties to the lower CTA. begin: num_queues + 1; entries: item * num_kv_heads + head, queue by queue.

@@ -27,8 +27,9 @@ enum WorkItemFlags : uint8_t {
   kSuffix = 8,
 };
 
-// Word 1 of the counters: what a launch or the device planner met in lengths that only the device has seen.
-enum Counter : int32_t { kTicket = 0, kFaults = 1, kArrivals = 2 };
+// Words of the counters. kFaults: what a launch or the device planner met in lengths that only the device has
+// seen. kBothEnds: two words, tickets drawn from the front (low) and from the back, where some CTAs do that.
+enum Counter : int32_t { kTicket = 0, kFaults = 1, kBothEnds = 2, kArrivals = 4 };
 
 // Bits of the faults that the device planner sets; those below are KernelFault's. A plan with one of them has
 // no items, so that its launch writes nothing.
@@ -105,7 +106,10 @@ struct PlanHeader {
   // How many items from the end on a kernel may draw for 2, 4 and 8 KV heads at once: 2^k heads of one of
   // them cost too little to unbalance the CTAs. A ticket of 2^k heads counts as one.
   int32_t bundled[kBundleSizes];
-  int32_t reserved[14 - kBundleSizes];
+  // CTAs that may draw from the end of the list, where the items of few rows stand, which read memory while
+  // the others compute. 0: there is nothing to do side by side.
+  int32_t back_ctas;
+  int32_t reserved[13 - kBundleSizes];
 };
 static_assert(sizeof(PlanHeader) == 128);
 
@@ -121,7 +125,7 @@ struct PlanCapacity {
   int32_t nodes;          // 0 without sharing, as the next two
   int32_t node_tokens;
   int32_t reports;
-  int32_t counters;  // 2 + units * KV heads
+  int32_t counters;  // kArrivals + units * KV heads
 };
 inline constexpr int kCapacityFields = 11;
 

@@ -217,6 +217,19 @@ FI_HOST_DEVICE int sort_shift(uint32_t greatest_cost) {
 
 FI_HOST_DEVICE int sort_bucket(uint32_t cost, int shift) { return kSortBuckets - 1 - int(cost >> shift); }
 
+// Items of this height and more are bound by arithmetic, lower ones by memory.
+inline constexpr int kWideTileLog2 = 6;
+
+// The header's back_ctas; load: cost of all items, wide: of those of wide tiles. The costs of the others are
+// what they take while all CTAs read; one that reads while others compute has a larger share of the memory,
+// 5/2 of its own. Both ends are to meet where all work is done.
+FI_HOST_DEVICE int32_t back_ctas(const PlannerConfig& c, int64_t load, int64_t wide) {
+  const int64_t narrow = (load - wide) / 5 * 2;
+  if (wide == 0) return 0;
+  const int64_t count = narrow / ((wide + narrow) / c.num_ctas + 1);
+  return int32_t(count < c.num_ctas / 2 ? count : c.num_ctas / 2);
+}
+
 // The first bucket whose items may be drawn for 2^log2 KV heads at once, kSortBuckets if there is none: these
 // heads together cost at most half of what a CTA gets of the load, the cost of all items.
 FI_HOST_DEVICE int first_bundled_bucket(const PlannerConfig& c, int64_t load, int shift, int log2) {

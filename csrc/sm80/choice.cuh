@@ -14,6 +14,10 @@
 #if !defined(FI_RING_QUERIES)
 #define FI_RING_QUERIES 0
 #endif
+// Whether some CTAs draw from the end of the list, as the plan says.
+#if !defined(FI_BOTH_ENDS)
+#define FI_BOTH_ENDS 0
+#endif
 // Whether short items of few rows are computed for several KV heads side by side, as the plan says.
 #if !defined(FI_BUNDLES)
 #define FI_BUNDLES 0

@@ -78,6 +78,40 @@ __device__ __forceinline__ void warm_lengths(const AttentionParams& p, const Lau
     ptx::prefetch_l2(p.plan + p.layout.items + int64_t(c.num_kv_heads.divide(blockIdx.x)) * sizeof(WorkItem));
 }
 
+// Draws of one CTA, by one lane. Every CTA has its first ticket by its number and draws the others until none
+// is left; as many draws as tickets, so that the last one resets the counter. CTAs that draw from the back
+// have the last tickets, the last CTA the last one.
+struct Draws {
+  int tickets, back;  // back: how many CTAs draw from there
+  bool from_back;
+
+  __device__ __forceinline__ Draws(const PlanHeader& header, int tickets_) : tickets(tickets_) {
+    const int ctas = int(gridDim.x);
+    back = FI_BOTH_ENDS && tickets >= ctas ? max(min(header.back_ctas, ctas - 1), 0) : 0;
+    from_back = int(blockIdx.x) >= ctas - back;
+  }
+
+  __device__ __forceinline__ int first() const {
+    return from_back ? tickets - int(gridDim.x) + int(blockIdx.x) : int(blockIdx.x);
+  }
+
+  // The next ticket, `tickets` where there is none.
+  __device__ __forceinline__ int draw(int32_t* counters) const {
+    const int ctas = int(gridDim.x);
+    if (back == 0) {
+      const int before = atomicAdd(counters + kTicket, 1);
+      if (before == tickets - 1) counters[kTicket] = 0;
+      return min(ctas + before, tickets);
+    }
+    auto* both = reinterpret_cast<unsigned long long*>(counters + kBothEnds);
+    const unsigned long long before = atomicAdd(both, from_back ? 1ull << 32 : 1ull);
+    const int front = int(before), behind = int(before >> 32);
+    if (front + behind == tickets - 1) *both = 0;
+    if (front + behind >= tickets - ctas) return tickets;
+    return from_back ? tickets - back - 1 - behind : ctas - back + front;
+  }
+};
+
 // Draws items and works out their exact ranges.
 template <class Traits>
 __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchConstants& c,
@@ -89,15 +123,16 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
   const bool queued = header->num_queues > 0;
   const Tickets bundled(p, c, *header);
   const int tickets = kBundles<Traits> ? bundled.count : header->num_items * p.num_kv_heads;
-  int next = blockIdx.x, end = tickets;  // of the tickets, or of this CTA's entries in its queue
+  const Draws line(*header, tickets);
+  int next = line.first(), end = tickets;  // of the tickets, or of this CTA's entries in its queue
   if (queued) {
     next = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x] : 0;
     end = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x + 1] : 0;
   }
   Ring<kSlots> slot, oldest;  // oldest: the first item that the producers are not known to be nearly through
-  int waiting = 0, tiles_ahead = 0;  // items from there on, and their tiles
-  bool small = false;                // the last item was
-  int heads_left = 0, draws = 0;     // of the ticket; what the draw behind it said
+  int waiting = 0, tiles_ahead = 0;    // items from there on, and their tiles
+  bool small = false;                  // the last item was
+  int heads_left = 0, drawn_next = 0;  // of the ticket; the one behind it
   bool drawn = false;
   while (true) {
     ptx::mbarrier_wait(ptx::shared_address(&control.slot_empty[slot.at]), slot.parity() ^ 1);
@@ -116,9 +151,8 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
       }
       return;
     }
-    // One draw a ticket, so the draw that returns tickets - 1 is the launch's last: it resets the counter.
     const bool early = small && !queued && heads_left == 0;
-    if (early && lane == 0) draws = atomicAdd(p.counters, 1);
+    if (early && lane == 0) drawn_next = line.draw(p.counters);
     if (heads_left == 0) {
       drawn = early;
       const int ticket = queued ? entries[next] : next;
@@ -157,12 +191,8 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
     } else if (queued) {
       ++next;
     } else {
-      if (lane == 0) {
-        if (!drawn) draws = atomicAdd(p.counters, 1);
-        if (draws == tickets - 1) *p.counters = 0;
-        next = int(gridDim.x) + draws;
-      }
-      next = __shfl_sync(~0u, next, 0);
+      if (lane == 0 && !drawn) drawn_next = line.draw(p.counters);
+      next = __shfl_sync(~0u, drawn_next, 0);
     }
     slot.advance();
   }

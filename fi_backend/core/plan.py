@@ -72,9 +72,10 @@ HEADER = np.dtype(
             "bundled_by_2",
             "bundled_by_4",
             "bundled_by_8",
+            "back_ctas",
         )
     ]
-    + [("reserved", "<i4", 11)]
+    + [("reserved", "<i4", 10)]
 )
 _NUM_NODES = HEADER.fields["num_nodes"][1] if HEADER.fields else 0
 

@@ -21,7 +21,7 @@ from fi_backend.core.sharing import flat_reason
 from fi_backend.core.spec import AttentionSpec
 
 # Written and tested, off until they have been measured.
-UNMEASURED = (("FI_BUNDLES", "1"), ("FI_RING_QUERIES", "1"))
+UNMEASURED = (("FI_BUNDLES", "1"), ("FI_RING_QUERIES", "1"), ("FI_BOTH_ENDS", "1"))
 SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "wgmma": ("sm_90a", {"head_dim": 64}),
     "unmeasured": ("sm_90a", {"head_dim": 64}),
@@ -116,6 +116,15 @@ def test_many_short_requests_in_bundles_of_heads(name: str, heads: int, kv_heads
     composed = batch(spec, (1, 2, 1, 1, 1) * 3 + (1, 1), kv_lens, shares=shares, sharing=ROOMY, costs=costs)
     state = check(replace(composed, num_ctas=3))
     assert state.plan.header["num_nodes"] >= 2
+
+
+@pytest.mark.parametrize("name", ["unmeasured", "unmeasured, fp8"], indirect=True)
+def test_prefill_from_one_end_and_decodes_from_the_other(name: str) -> None:
+    spec = layer(name, num_qo_heads=8, num_kv_heads=2, page_size=16)
+    q_lens, kv_lens = (100, *(1,) * 12), (300, *(60 * i for i in range(12)))
+    for num_ctas in (4, 24):
+        state = check(replace(batch(spec, q_lens, kv_lens), num_ctas=num_ctas))
+        assert state.plan.header["back_ctas"] > 0
 
 
 @pytest.fixture(scope="module")

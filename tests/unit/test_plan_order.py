@@ -59,6 +59,25 @@ def test_bundles_are_all_items_of_the_buckets_below_half_a_share(case: PlanCase)
         assert fits == sorted(fits), "they stand at the end"
 
 
+@share(200)
+@given(cases(max_requests=60))
+@example(PlanCase((500, *(1,) * 64), (8192, *(4096,) * 64), num_ctas=132, heads=8, group=4))
+def test_ctas_at_the_end_read_while_the_others_compute(case: PlanCase) -> None:
+    plan = case.plan()
+    costs, wide = plan.items["cost"].astype(object), plan.items["tile_log2"] >= 6
+    computing, reading = int(costs[wide].sum()), int(costs[~wide].sum()) // 5 * 2
+    expected = 0
+    if computing:
+        expected = min(reading // ((computing + reading) // case.num_ctas + 1), case.num_ctas // 2)
+    assert plan.header["back_ctas"] == expected
+
+
+def test_a_mixed_step_has_some_ctas_at_the_end() -> None:
+    case = PlanCase((500, *(1,) * 64), (8192, *(4096,) * 64), num_ctas=132, heads=8, group=4)
+    assert 20 < case.plan().header["back_ctas"] <= 66
+    assert PlanCase((1,) * 64, (4096,) * 64, num_ctas=132, heads=8).plan().header["back_ctas"] == 0
+
+
 def algorithm_1(plan: Plan, heads: int, num_ctas: int) -> list[list[tuple[int, int]]]:
     """The paper's queues with Python's own heap: each (item, head) to the CTA of least cost so far."""
     heap = [(0, cta) for cta in range(num_ctas)]

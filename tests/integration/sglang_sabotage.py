@@ -53,8 +53,8 @@ def _compare_forests() -> None:
 
     original = Layers._forest
 
-    def compared(self: Any, step: Any, spec: Any) -> Any:
-        found = original(self, step, spec)
+    def compared(self: Any, step: Any, kind: Any) -> Any:
+        found, spec = original(self, step, kind), kind.spec
         if step.paths is None:
             return found
         tile = query_tiles(spec, "cpu")[1]

@@ -56,10 +56,11 @@ class BucketSort {
     if (first_round) m_.rank[warp_][k.bucket] = keys;
   }
 
-  // After the last count(); called by all threads. beside(1) is called by the warps from 1 on.
-  template <class Beside>
-  FI_DEVICE void end_counting(Beside beside) {
-    block_.sync();
+  // After the last count(); called by all threads. meet: a barrier; beside(1) is called by the warps from 1
+  // on.
+  template <class Meet, class Beside>
+  FI_DEVICE void end_counting(Meet meet, Beside beside) {
+    meet();
     if (warp_ == 0)
       scan_positions();
     else

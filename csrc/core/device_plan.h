@@ -84,7 +84,6 @@ class DevicePlanner {
     FI_ROLL
     for (int32_t i = thread_; i < a_.capacity.counters; i += kThreads) counters()[i] = 0;
     sort_.clear();
-    if (thread_ == 0) m_.load = m_.wide = 0;
   }
 
   // Counts the tiles, copies the lengths, finds the longest; returns PlannerFault and kSeveralTiles.
@@ -404,16 +403,19 @@ class DevicePlanner {
   template <class Tiles, class Beside>
   FI_DEVICE void emit_items(Tiles tiles, int32_t num_items, int shift, Beside beside) {
     ItemKey k;
+    int64_t load = 0, wide = 0;
     FI_ROLL
     for (int32_t base = 0; base + warp_ * kWarp < num_items; base += kThreads) {
       const ItemKey next = item_key(tiles, base + thread_, num_items, shift);
       sort_.count(next.key, base == 0);
-      add_cost(&m_.load, next.cost);
-      if (block_.ballot(next.wide)) add_cost(&m_.wide, next.wide ? next.cost : 0);
+      load += next.cost;
+      if (next.wide) wide += next.cost;
       if (base == 0) k = next;
     }
-    sort_.end_counting(beside);
-    if (thread_ == kThreads - 1) write_ends(num_items, shift);
+    all_.post(0, warp_sum64(block_, load));
+    all_.post(1, warp_sum64(block_, wide));
+    sort_.end_counting([&] { all_.meet(); }, beside);
+    if (warp_ == kWarps - 1) write_ends(num_items, shift);
     FI_ROLL
     for (int32_t base = 0;; base += kThreads) {
       const uint32_t at = sort_.place(k.key);
@@ -426,22 +428,16 @@ class DevicePlanner {
     }
   }
 
-  // By a whole warp, in halves, since it adds up 32 bits.
-  FI_DEVICE void add_cost(uint64_t* to, uint32_t cost) {
-    const uint64_t low = block_.warp_sum(cost & 0xffff), high = block_.warp_sum(cost >> 16);
-    if (lane_ == 0) block_.add(to, low + (high << 16));
-  }
-
-  // What the header says of the end of the list. Behind end_counting(), while buckets still say where they
-  // begin.
+  // What the header says of the end of the list, by the warp that has written it, a lane a word. Behind
+  // end_counting(), while buckets still say where they begin.
   FI_DEVICE void write_ends(int32_t num_items, int shift) {
+    const int64_t load = warp_sum64(block_, all_.posted(0)), wide = warp_sum64(block_, all_.posted(1));
     auto* header = section<PlanHeader>(a_.layout.header);
-    header->back_ctas = back_ctas(c_, int64_t(m_.load), int64_t(m_.wide));
-    int32_t* bundled = header->bundled;
-    for (int k = 0; k < kBundleSizes; ++k) {
-      const int bucket = first_bundled_bucket(c_, int64_t(m_.load), shift, k + 1);
-      bundled[k] = bucket < kSortBuckets ? num_items - int32_t(m_.sort.position[bucket]) : 0;
+    if (lane_ < kBundleSizes) {
+      const int bucket = first_bundled_bucket(c_, load, shift, lane_ + 1);
+      header->bundled[lane_] = bucket < kSortBuckets ? num_items - int32_t(m_.sort.position[bucket]) : 0;
     }
+    if (lane_ == kBundleSizes) header->back_ctas = back_ctas(c_, load, wide);
   }
 
   template <class Tiles>

@@ -68,7 +68,6 @@ struct BudgetMemory {
 // kTiles: of requests and nodes, and so of requests.
 template <int kThreads, int kTiles>
 struct DevicePlanMemory {
-  uint64_t load, wide;  // cost of all items, and of those of wide tiles
   static constexpr int kWarps = kThreads / kWarp;
   CollectiveSlots<kWarps, 5> slots;
   BudgetMemory<kWarps> budget;

@@ -31,13 +31,20 @@ FI_DEVICE float rsqrt(float x) {
 }
 FI_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// The nearest integer, for |x| < 2^22.
-FI_DEVICE float round(float x) { return rintf(x); }
+// The nearest integer, for |x| < 2^22. On a GPU two additions: a conversion has a quarter of their rate or
+// less, and shares its unit with sines.
+FI_DEVICE float round(float x) {
+#if defined(__CUDACC__)
+  return (x + 12582912.0f) - 12582912.0f;
+#else
+  return rintf(x);
+#endif
+}
 
 #if defined(__CUDACC__)
 // Of 2 pi x. The hardware's sine is within 2^-21 on one turn.
-FI_DEVICE float sin_turns(float x) { return __sinf((x - rintf(x)) * 6.28318531f); }
-FI_DEVICE float cos_turns(float x) { return __cosf((x - rintf(x)) * 6.28318531f); }
+FI_DEVICE float sin_turns(float x) { return __sinf((x - round(x)) * 6.28318531f); }
+FI_DEVICE float cos_turns(float x) { return __cosf((x - round(x)) * 6.28318531f); }
 #endif
 
 }  // namespace fi::functions

@@ -5,6 +5,7 @@
 #pragma once
 #include "ptx/ldmatrix.cuh"
 #include "softmax.cuh"
+#include "turned_keys.cuh"
 #include "work.cuh"
 
 namespace fi::sm80 {
@@ -235,6 +236,8 @@ struct Consumer {
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[t][e] = 0.f;
+    if constexpr (kTurnsFragments<Traits, Variant>)
+      if (Variant::turns_keys(p)) return turned_logits<Traits, Variant>(*this, k_tile, key_begin, s);
     [[maybe_unused]] float whole[kTiles];
     if constexpr (Variant::kTransformsKey) read_key_rows(k_tile, key_begin, whole);
     // One ldmatrix reads 16 keys x 2 chunks: one kstep of 16-bit elements, two of 8-bit ones.

@@ -31,6 +31,8 @@ FUNCTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "query_transform": ("x", "d", "reduced", *_ROW),
         "key_reduce": ("x", *_KEY),
         "key_transform": ("x", "d", "reduced", *_KEY),
+        "key_turns": ("pair", *_KEY),
+        "key_turns_if": (),
         "logits_transform": ("logit", "batch_idx", "qo_idx", "q_pos", "kv_idx", "qo_head_idx", "kv_head_idx"),
         "logits_mask": ("batch_idx", "qo_idx", "q_pos", "kv_idx", "qo_head_idx", "kv_head_idx"),
         "finish": ("lse", *_ROW),
@@ -92,6 +94,8 @@ class AttentionVariant:
     The functors are bodies of C++ functions, each with a ``return``; docs/extending.md lists what they see:
     visible_range: a KeyRange outside which nothing is read. query_reduce, key_reduce: one float of a whole
     row, `reduced` below. query_transform, key_transform: element `d` of a query, of a dequantised key.
+    key_turns: a promise beside key_transform that makes it quick on GPUs: it turns elements `pair` and
+    ``pair + head_dim / 2`` by so many turns, and does nothing else, wherever key_turns_if returns true.
     logits_transform: a logit (or a weight) of a scaled dot product. logits_mask: whether a key is seen.
     finish: a factor of a row's output; may change `lse`. output_transform: element `d` of the output.
 
@@ -111,6 +115,8 @@ class AttentionVariant:
     query_transform: str | None = None
     key_reduce: str | None = None
     key_transform: str | None = None
+    key_turns: str | None = None
+    key_turns_if: str | None = None
     logits_transform: str | None = None
     logits_mask: str | None = None
     finish: str | None = None
@@ -129,7 +135,12 @@ class AttentionVariant:
                     raise TypeError(f"{argument.name}: expected C++ text; got {got}.")
                 if not re.search(r"\breturn\b", value):
                     raise ValueError(f"{argument.name}: expected a body that returns its result; got none.")
-        for of, needed in (("query_reduce", "query_transform"), ("key_reduce", "key_transform")):
+        for of, needed in (
+            ("query_reduce", "query_transform"),
+            ("key_reduce", "key_transform"),
+            ("key_turns", "key_transform"),
+            ("key_turns_if", "key_turns"),
+        ):
             if getattr(self, of) is not None and getattr(self, needed) is None:
                 raise ValueError(f"{of}: expected {needed} with it, which sees its result; got None.")
         self._check_params()

@@ -25,7 +25,7 @@ _BEGIN = "const AttentionParams& p"
 _TYPES = {"x": "const Row&", "logit": "F", "o": "float", "lse": "float&", "reduced": "float", "kv_idx": "Int"}
 _ROW = "i.request, i.q_token, i.token, i.q_pos, i.qo_head, i.kv_head"
 # Functor -> (template and result of the body, the function that the template calls).
-_OF_KEYS = {"key_reduce", "key_transform", "logits_transform"}
+_OF_KEYS = {"key_reduce", "key_transform", "key_turns", "logits_transform"}
 _WRAPPERS = {
     "visible_range": f"""
   FI_DEVICE static KeyRange visible_keys({_BEGIN}, int32_t q_pos, int32_t kv_len) {{
@@ -65,6 +65,13 @@ _WRAPPERS = {
       return key_transform_body<decltype(one)>(p, params, row, d, one, i.request, kv_pos, i.kv_head);
     }});
   }}""",
+    "key_turns": f"""
+  template <class F, class Int>
+  FI_DEVICE static F key_turns({_BEGIN}, int32_t pair, const KeyIndexOf<Int>& i) {{
+    return key_turns_body<F>(p, Params(p), pair, i.request, i.kv_pos, i.kv_head);
+  }}""",
+    "key_turns_if": f"""
+  FI_DEVICE static bool turns_keys({_BEGIN}) {{ return key_turns_if_body(p, Params(p)); }}""",
     "logits_transform": f"""
   template <class Math, class F, class Int>
   FI_DEVICE static F logits_transform({_BEGIN}, F logit, const LogitIndexOf<Int>& i) {{
@@ -93,7 +100,7 @@ _WRAPPERS = {
     return output_transform_body(p, Params(p), o, d, lse, {_ROW});
   }}""",
 }
-_RESULTS = {"visible_range": "KeyRange", "logits_mask": "bool"}
+_RESULTS = {"visible_range": "KeyRange", "logits_mask": "bool", "key_turns_if": "bool"}
 
 
 def variant_module(module: ModuleSpec, variant: AttentionVariant) -> ModuleSpec:
@@ -132,6 +139,7 @@ def functors(variant: AttentionVariant) -> str:
         "kSoftmax": variant.softmax,
         "kTransformsQuery": variant.query_transform is not None,
         "kTransformsKey": variant.key_transform is not None,
+        "kTurnsKeys": variant.key_turns is not None,
         "kTransformsOutput": variant.output_transform is not None,
         "kTransformsLogits": variant.logits_transform is not None,
         "kMasks": variant.logits_mask is not None,
@@ -141,6 +149,8 @@ def functors(variant: AttentionVariant) -> str:
     lines += [f"  static constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
     lines += [f"  FI_DEVICE static bool has_transform({_BEGIN}) {{"]
     lines += ["    return kTransformsLogits || !kSoftmax || StandardVariant::has_transform(p);", "  }"]
+    if variant.key_turns_if is None:
+        lines += [f"  FI_DEVICE static bool turns_keys({_BEGIN}) {{ return true; }}"]
     for name, body in variant.functors:
         lines += _signature(name)
         _add_text(lines, variant, name, body)

@@ -31,6 +31,7 @@ _TURNS = """
 """
 _QUERY = "const float position = float(q_pos + (params.q_offset ? params.q_offset[batch_idx] : 0));"
 _KEY = "const F position = to_float(kv_idx + (params.k_offset ? params.k_offset[batch_idx] : 0));"
+_WHOLE_ROW = "return 2 * params.frequencies.size(0) == attention.head_dim;"
 _HALVES = """
   const int half = int(params.frequencies.size(0));
   if (d >= 2 * half) return x[d];
@@ -39,6 +40,9 @@ _HALVES = """
   const auto s = sin_turns(turns), c = cos_turns(turns);
   return d < half ? x[d] * c - x[d + half] * s : x[d] * c + x[d - half] * s;
 """
+_TURNS_OF_HALVES = (
+    _KEY + "return rope_turns(position, params.frequencies(pair, 0), params.frequencies(pair, 1));"
+)
 _NEIGHBOURS = """
   if (d >= 2 * params.frequencies.size(0)) return x[d];
   const auto turns = rope_turns(position, params.frequencies(d / 2, 0), params.frequencies(d / 2, 1));
@@ -58,6 +62,8 @@ def _declare(
         declarations=_TURNS,
         query_transform=_QUERY + rotation,
         key_transform=_KEY + rotation,
+        key_turns=_TURNS_OF_HALVES if rotation is _HALVES else None,
+        key_turns_if=_WHOLE_ROW if rotation is _HALVES else None,
     )
 
 

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys turned in the registers of an emulated GPU: rotary embeddings, and which functor is asked."""
+
+from __future__ import annotations
+
+import emulator_modules
+import pytest
+import torch
+from variant_cases import ORACLES, Oracle, VariantBatch, arguments, check_variant, logits
+
+from fi_backend import AttentionVariant
+from fi_backend.core import kernels
+
+
+@pytest.fixture(params=["sm_80", "sm_90a"], autouse=True)
+def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_ready", set())
+    emulator_modules.install(request.param, monkeypatch.setattr)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_rope(whole: bool) -> None:
+    """Over all elements of a head in registers, over half of them by key_transform."""
+    batch = VariantBatch(
+        dtype="bfloat16",
+        heads=(8, 2),
+        split=True,
+        k_scale=0.5,
+        q_lens=(1, 3, 40, 150),
+        kv_lens=(200, 64, 100, 333),
+        seed=2 if whole else 3,
+    )
+    args = arguments("rope", batch)
+    assert args["frequencies"].shape[0] == (32 if whole else 16)
+    check_variant("rope", ORACLES["rope"], args, batch)
+
+
+def quarter(r, args):
+    """Every pair by a quarter of a turn: (a, b) becomes (-b, a)."""
+    a, b = r.k.chunk(2, -1)
+    return logits(r, k=torch.cat((-b, a), -1) if args["apply"] else r.k)
+
+
+def test_key_turns_stands_for_key_transform() -> None:
+    """A promise that is not kept shows which of the two was asked."""
+    lying = AttentionVariant(
+        name="lying",
+        params={"apply": "bool"},
+        vectorized=True,
+        key_transform="return x[d];",
+        key_turns="return F{} + 0.25f;",
+        key_turns_if="return params.apply;",
+    )
+    batch = VariantBatch(dtype="bfloat16", heads=(4, 1), seed=1)
+    for apply in (True, False):
+        check_variant(lying, Oracle(logits=quarter), {"apply": apply}, batch)

@@ -3,7 +3,7 @@
 # Runs the tests that need a CUDA device, each group in a process of its own, so that a kernel that hangs
 # costs one group and not the run.
 #
-#   scripts/gpu_tests.sh [all|tests|prefixes|faults|arrays|others|sanitizer|memcheck|racecheck]
+#   scripts/gpu_tests.sh [all|tests|masks|prefixes|faults|arrays|others|sanitizer|memcheck|racecheck]
 #
 # PYTHON: the interpreter (default python3). PYTEST_ARGS: for pytest. LIMIT: seconds a group may take
 # (default 180). Exits with 1 if any group failed.
@@ -58,6 +58,12 @@ esac
 case $what in
 all | prefixes)
     tests prefixes tests/gpu/test_cuda_attention_prefix.py tests/gpu/test_cuda_attention_prefix_steps.py
+    ;;
+esac
+case $what in
+all | masks)
+    tests masks tests/gpu/test_cuda_attention_masks.py tests/gpu/test_cuda_attention_head_masks.py \
+        tests/gpu/test_cuda_attention_block_sparse.py tests/gpu/test_cuda_attention_examples.py
     ;;
 esac
 case $what in

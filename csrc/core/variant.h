@@ -53,15 +53,15 @@ struct KeyRange {
 //   query_transform   element `d` of a query row, given a way to load the row's elements and what
 //                     query_row() has made of the whole row; only asked when kTransformsQuery
 //   key_transform     the same of dequantised keys, with key_row(); only asked when kTransformsKey
-//   key_turns         where kTurnsKeys and turns_keys() say that key_transform() does nothing but turn
-//   elements
-//                     `pair` and pair + head_dim / 2 of a key: by how many turns
+//   key_turns         by how many turns key_transform() turns elements `pair` and pair + head_dim / 2 of a
+//                     key, where kTurnsKeys and turns_keys() say that it does nothing else
 // In kernels for GPUs kMasks and kTransformsLogits stand for the has_*() of what the spec does not ask for,
 // and kShares says that nothing depends on the row's position: rows of many requests may read keys together.
 struct StandardVariant {
   static constexpr bool kSoftmax = true, kTransformsQuery = false, kTransformsKey = false;
   static constexpr bool kTransformsOutput = false, kTransformsLogits = false, kMasks = false, kShares = true;
   static constexpr bool kTurnsKeys = false;
+  FI_HOST_DEVICE static bool turns_keys(const AttentionParams&) { return false; }
 
   // The element mask may differ between the heads of a KV head's group.
   static constexpr bool kMaskPerHead = false;

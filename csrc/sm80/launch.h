@@ -53,6 +53,20 @@ inline LaunchConstants launch_constants(const AttentionParams& p, int64_t item) 
   c.one_offset = reach < int64_t(kWholeTile) * 16 && c.k_page_bytes == c.v_page_bytes &&
                  c.k_head_bytes == c.v_head_bytes && c.k_token_bytes == c.v_token_bytes &&
                  c.k_page_bytes >= 0 && c.k_token_bytes >= 0;
+#if FI_TMA
+  const sm90::Cache k{p.k,        p.level.num_pages, p.level.page_size, p.num_kv_heads,
+                      p.head_dim, c.k_page_bytes,    c.k_token_bytes,   c.k_head_bytes,
+                      int(item)};
+  const sm90::Cache v{p.v,          p.level.num_pages, p.level.page_size, p.num_kv_heads,
+                      p.head_dim_v, c.v_page_bytes,    c.v_token_bytes,   c.v_head_bytes,
+                      int(item)};
+  c.box_keys =
+      p.level.indices && p.level.last_page_size == p.level.page_size ? sm90::box_keys(p.level.page_size) : 0;
+  c.k_heads_first = sm90::heads_first(k);
+  c.v_heads_first = sm90::heads_first(v);
+  if (c.box_keys && !(sm90::make_map(k, c.box_keys, c.k_map) && sm90::make_map(v, c.box_keys, c.v_map)))
+    c.box_keys = 0;
+#endif
   return c;
 }
 

@@ -25,6 +25,7 @@ UNMEASURED = (("FI_BUNDLES", "1"), ("FI_RING_QUERIES", "1"), ("FI_BOTH_ENDS", "1
 SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "wgmma": ("sm_90a", {"head_dim": 64}),
     "unmeasured": ("sm_90a", {"head_dim": 64}),
+    "unmeasured, copy engine": ("sm_90a", {"head_dim": 80}),
     "unmeasured, fp8": ("sm_80", {"head_dim": 64, "dtype": "float16", "kv_dtype": "float8_e5m2"}),
     "mma": ("sm_80", {"head_dim": 64, "dtype": "float16"}),
     "little shared memory": ("sm_86", {"head_dim": 128}),
@@ -40,7 +41,8 @@ def layer(name: str, **options: Any) -> AttentionSpec:
 
 
 def defines(name: str) -> tuple[tuple[str, str], ...]:
-    return UNMEASURED if name.startswith("unmeasured") else ()
+    copies = (("FI_TMA", "1"),) if name.endswith("copy engine") else ()
+    return UNMEASURED + copies if name.startswith("unmeasured") else ()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,7 +104,7 @@ def test_prefixes_read_once(name: str) -> None:
     assert state.plan.header["num_nodes"] >= 2
 
 
-@pytest.mark.parametrize("name", ["unmeasured", "unmeasured, fp8"], indirect=True)
+@pytest.mark.parametrize("name", ["unmeasured", "unmeasured, fp8", "unmeasured, copy engine"], indirect=True)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (6, 2), (20, 4)])
 def test_many_short_requests_in_bundles_of_heads(name: str, heads: int, kv_heads: int) -> None:
     spec = layer(name, num_qo_heads=heads, num_kv_heads=kv_heads, page_size=16)
@@ -118,7 +120,7 @@ def test_many_short_requests_in_bundles_of_heads(name: str, heads: int, kv_heads
     assert state.plan.header["num_nodes"] >= 2
 
 
-@pytest.mark.parametrize("name", ["unmeasured", "unmeasured, fp8"], indirect=True)
+@pytest.mark.parametrize("name", ["unmeasured", "unmeasured, fp8", "unmeasured, copy engine"], indirect=True)
 def test_prefill_from_one_end_and_decodes_from_the_other(name: str) -> None:
     spec = layer(name, num_qo_heads=8, num_kv_heads=2, page_size=16)
     q_lens, kv_lens = (100, *(1,) * 12), (300, *(60 * i for i in range(12)))

@@ -59,8 +59,9 @@ struct Warp {
 struct Copy {
   char* to;
   const char* from;
-  uint32_t bytes;    // of 16; the rest is zeros
-  uint32_t barrier;  // not 0: arrive there instead of copying
+  uint32_t bytes;            // of 16; the rest is zeros
+  uint32_t barrier = 0;      // not 0: arrive there instead of copying,
+  uint32_t transaction = 0;  // or tell it that so many bytes have come
 };
 
 struct Block {
@@ -73,6 +74,7 @@ struct Block {
     std::vector<Fiber*> waiting;
   } named[16];
   std::unordered_map<uint32_t, std::vector<Fiber*>> waiting;  // at mbarriers
+  std::unordered_map<uint32_t, int64_t> transactions;         // bytes that mbarriers expect
   std::vector<std::deque<Copy>> copies;                       // of each thread
   std::vector<int> copying;                                   // threads that have some
 };
@@ -163,7 +165,17 @@ class Machine {
   }
   void mbarrier_arrive(uint32_t address) {
     Mbarrier& b = mbarrier(address);
-    if (--b.pending > 0) return;
+    if (b.pending == 0) fail("mbarrier: more arrivals than it has");
+    --b.pending;
+    complete(b, address);
+  }
+  // bytes: more that the phase waits for, or fewer.
+  void mbarrier_expect(uint32_t address, int64_t bytes) {
+    block->transactions[address] += bytes;
+    complete(mbarrier(address), address);
+  }
+  void complete(Mbarrier& b, uint32_t address) {
+    if (b.pending > 0 || block->transactions[address] != 0) return;
     b.pending = b.expected;
     b.phase ^= 1;
     wake(block->waiting[address]);
@@ -232,7 +244,9 @@ class Machine {
     for (uint32_t n = 1 + random(16); n > 0 && !queue.empty(); --n) {
       const Copy c = queue.front();
       queue.pop_front();
-      if (c.barrier) {
+      if (c.transaction) {
+        mbarrier_expect(c.barrier, -int64_t(c.transaction));
+      } else if (c.barrier) {
         mbarrier_arrive(c.barrier);
       } else {
         std::memset(c.to, 0, 16);

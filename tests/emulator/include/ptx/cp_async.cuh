@@ -11,7 +11,7 @@ inline uint32_t shared_address(const void* p) {
 inline void cp_async_16(uint32_t dst, const void* src, uint32_t bytes) {
   emulator::Machine& m = emulator::machine();
   if (reinterpret_cast<uintptr_t>(src) % 16 != 0) m.fail("cp.async: a source that is no multiple of 16");
-  m.copy({m.at(dst, 16), static_cast<const char*>(src), bytes, 0});
+  m.copy({m.at(dst, 16), static_cast<const char*>(src), bytes});
 }
 inline void prefetch_l2(const void*) {}
 

@@ -26,8 +26,22 @@ cudaError_t launch(const AttentionParams& p, int num_ctas, cudaStream_t stream) 
   const LaunchConstants c = launch_constants(p, kItem);
   // An attribute of the current device; setting it again is cheap and legal during capture.
   if (const cudaError_t error = prepare(); error != cudaSuccess) return error;
+#if FI_PDL
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(num_ctas));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = Instance::kSharedBytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, attention_kernel<Instance>, p, c);
+#else
   attention_kernel<Instance><<<num_ctas, kThreads, Instance::kSharedBytes, stream>>>(p, c);
   return cudaGetLastError();
+#endif
 }
 
 }  // namespace fi::sm80

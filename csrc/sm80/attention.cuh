@@ -3,6 +3,7 @@
 #pragma once
 #include "item.cuh"
 #include "producer.cuh"
+#include "ptx/grids.cuh"
 
 namespace fi::sm80 {
 
@@ -33,6 +34,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   __syncthreads();
+#if FI_PDL
+  ptx::wait_for_grids();
+#endif
   const int warp = threadIdx.x / 32;
   if (warp < kConsumerWarps) {
     if constexpr (kMovesRegisters) ptx::take_registers<kConsumerRegisters>();

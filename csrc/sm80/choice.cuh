@@ -14,6 +14,14 @@
 #if !defined(FI_RING_QUERIES)
 #define FI_RING_QUERIES 0
 #endif
+// Whether the last chunk of a tile that is split into few is folded with the others where it is.
+#if !defined(FI_FOLD_LAST)
+#define FI_FOLD_LAST 0
+#endif
+// Programmatic dependent launch: the grid starts while the kernel before it ends (sm_90).
+#if !defined(FI_PDL)
+#define FI_PDL 0
+#endif
 // Whether some CTAs draw from the end of the list, as the plan says.
 #if !defined(FI_BOTH_ENDS)
 #define FI_BOTH_ENDS 0

@@ -244,7 +244,7 @@ __device__ __forceinline__ void add_batch(Accumulator& sum, const float* lse, co
   for (int i = 0; i < kLevelBatch; ++i) sum.add(lse[i], o[i]);
 }
 
-// Folds four columns of a composed request's row, whose part in `own` is not in memory, as fold_rows() would.
+// Folds four columns of a row whose part in `own` is not in memory, as fold_rows() would.
 template <class Traits>
 __device__ __forceinline__ void fold_levels(const AttentionParams& p, const LaunchConstants& c, const Work& w,
                                             int kv_head, int row, int vector, float own_lse, float4 own) {
@@ -271,7 +271,7 @@ __device__ __forceinline__ void fold_levels(const AttentionParams& p, const Laun
 #pragma unroll
     for (int i = 0; i < kParts; i += kLevelBatch) add_batch(sum, lse + i, o + i);
   }
-  store_sum<Traits>(p, c, sum, w.token_begin, w.q_begin + row, kv_head, vector);
+  store_sum<Traits>(p, c, sum, w.token_begin, w.q_begin + row, kv_head, vector, w.request, w.first_pos);
 }
 
 // Joins the states of the warps that shared the KV tiles of a row group, in their order, eight rows at a
@@ -298,9 +298,10 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
            x.column_warp * (Traits::kSliceBytes / Traits::kColumnWarps);
   };
   const auto chunk_at = [](int row, int chunk) { return row * kRowFloats + ((chunk ^ (row & 3)) << 2); };
-  // Where all other items of a composed request have arrived, its last state need not go through memory.
-  const bool may_finish = kComposes<Traits> && Traits::kColumnWarps == 1 && w.levels && w.tokens < 0 &&
-                          (places == 1 || x.in_bundle());
+  // Where all other items of a unit have arrived, its last state need not go through memory.
+  constexpr bool kFinishes = (kComposes<Traits> || kFoldsFew<Traits>) && Traits::kColumnWarps == 1;
+  const bool folds = (kComposes<Traits> && w.levels && w.tokens < 0) || has_few_parts<Traits>(w);
+  const bool may_finish = kFinishes && folds && (places == 1 || x.in_bundle());
   int32_t* counter = p.counters + kArrivals + w.unit * p.num_kv_heads + x.kv_head();
   const bool leads_place = x.member == 0 && x.lane == 0;
   int arrived = 0;
@@ -364,7 +365,7 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
       const int tile_row = x.group * 16 + r * 8 + out_row;
       const bool leads = vector == 0 && x.column_warp == 0;
       const int column = x.column_warp * Traits::kWarpColumns + vector * 4;
-      if (kComposes<Traits> && finishes) {
+      if (kFinishes && finishes) {
         fold_levels<Traits>(p, x.c, w, x.kv_head(), tile_row, vector, w.faults ? quiet_nan() : lse,
                             times(acc, inverse));
       } else if (w.partial < 0) {

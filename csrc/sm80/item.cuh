@@ -171,6 +171,11 @@ __device__ __forceinline__ void arrive(const AttentionParams& p, const LaunchCon
   if (*static_cast<volatile int32_t*>(&control.arrived) != w.num_items - 1) return;
   __threadfence();
   if (tid == 0) *counter = 0;
+  if constexpr (kFoldsFew<Traits>)
+    if (has_few_parts<Traits>(w)) {
+      fold_rows<Traits, 1, 2>(p, c, RowsOfUnit(w), max(w.q_rows, 0), w.kv_head, tid, kConsumers);
+      return;
+    }
   merge<Traits>(p, c, w, tid, shared);
 }
 

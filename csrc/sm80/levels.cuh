@@ -16,6 +16,8 @@ struct CompletedRows {
   int4 units[kMaxQueryTile];
   uint16_t rows[kCompletedRows];  // index into units, and packed row of the unit
 
+  static constexpr int request = 0, first_pos = 0;  // of many: nothing depends on them
+
   __device__ __forceinline__ int4 unit(int at) const { return units[rows[at] / kMaxQueryTile]; }
   __device__ __forceinline__ int row(int at) const { return rows[at] % kMaxQueryTile; }
 };
@@ -23,6 +25,12 @@ struct CompletedRows {
 // The rows of one unit.
 struct RowsOfUnit {
   int4 only;
+  int request, first_pos;
+
+  __device__ __forceinline__ explicit RowsOfUnit(const Work& w)
+      : only(make_int4(w.token_begin, w.q_begin, w.parts_begin, w.parts_end)),
+        request(w.request),
+        first_pos(w.first_pos) {}
 
   __device__ __forceinline__ int4 unit(int) const { return only; }
   __device__ __forceinline__ int row(int at) const { return at; }
@@ -150,7 +158,8 @@ __device__ __forceinline__ void fold_rows(const AttentionParams& p, const Launch
       for (int at = first; at < min(total, first + kRows * slots); at += slots) {
         const int4 unit = completed.unit(at);
         const int packed = unit.y + completed.row(at);
-        store_sum<Traits>(p, c, sum[0], unit.x, packed, kv_head, vector);
+        store_sum<Traits>(p, c, sum[0], unit.x, packed, kv_head, vector, completed.request,
+                          completed.first_pos);
 #pragma unroll
         for (int j = 1; j < kRows; ++j) sum[j - 1] = sum[j];
       }
@@ -186,10 +195,10 @@ __device__ __forceinline__ void arrive_at_levels(const AttentionParams& p, const
   ptx::named_barrier(1, kConsumers);  // the list has been read
 }
 
-// arrive() of one head of a bundle, by the warps of its place: its rows belong to one composed request.
+// arrive() of one head of a bundle, by the warps of its place.
 template <class Traits>
 __device__ __forceinline__ void arrive_in_bundle(const Consumer<Traits>& x, Control& control) {
-  if constexpr (kComposes<Traits>) {
+  if constexpr (kComposes<Traits> || kFoldsFew<Traits>) {
     const AttentionParams& p = x.p;
     const Work& w = x.w;
     const int threads = x.members * 32, thread = x.member * 32 + x.lane, kv_head = x.kv_head();
@@ -207,8 +216,7 @@ __device__ __forceinline__ void arrive_in_bundle(const Consumer<Traits>& x, Cont
     if (!*static_cast<volatile int32_t*>(&control.place_arrived[x.place()])) return;
     __threadfence();
     if (thread == 0) *counter = 0;
-    const RowsOfUnit rows{make_int4(w.token_begin, w.q_begin, w.parts_begin, w.parts_end)};
-    if (w.q_rows > 0) fold_rows<Traits, 4, 1>(p, x.c, rows, w.q_rows, kv_head, thread, threads);
+    if (w.q_rows > 0) fold_rows<Traits, 4, 1>(p, x.c, RowsOfUnit(w), w.q_rows, kv_head, thread, threads);
   }
 }
 

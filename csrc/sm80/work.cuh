@@ -81,6 +81,18 @@ __device__ __forceinline__ uint32_t full_barrier(Control& control, const Ring<kS
 template <class Traits>
 inline constexpr bool kBundles = FI_BUNDLES && !Traits::kInvariant && Traits::kColumnWarps == 1;
 
+// Flat units of so few parts are folded as those of composed requests are, to the same bits wherever it
+// happens.
+inline constexpr int kFewParts = 8;
+template <class Traits>
+inline constexpr bool kFoldsFew = FI_FOLD_LAST && !Traits::kInvariant && Traits::kColumnWarps == 1;
+
+template <class Traits>
+__device__ __forceinline__ bool has_few_parts(const Work& w) {
+  return kFoldsFew<Traits> && w.unit >= 0 && w.tokens < 0 && !w.levels &&
+         w.parts_end - w.parts_begin <= kFewParts;
+}
+
 // Tiles that an item takes of the ring, beside its queries.
 template <class Traits>
 __device__ __forceinline__ int ring_tiles(const Work& w) {
@@ -278,12 +290,12 @@ struct Tickets {
   }
 };
 
-// The heads (logarithm) of one ticket's 2^k that an item holds side by side: rows of one warp that need no
-// other warp's arithmetic, and whose result no item of another size folds.
+// The heads (logarithm) of one ticket's 2^k that an item holds side by side: rows of one warp, whose result
+// is folded alike by an item of any size.
 template <class Traits>
 __device__ __forceinline__ int bundled_heads(const Work& w, int heads_log2) {
   if constexpr (!kBundles<Traits>) return 0;
-  const bool fits = w.tile_log2 <= 4 && w.tokens < 0 && (w.unit < 0 || w.levels);
+  const bool fits = w.tile_log2 <= 4 && w.tokens < 0 && (w.unit < 0 || w.levels || has_few_parts<Traits>(w));
   return fits ? heads_log2 : 0;
 }
 

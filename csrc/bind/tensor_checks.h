@@ -21,7 +21,17 @@ inline std::string shape_text(const TensorView& t) {
   return out.str();
 }
 
-inline std::string dtype_text(DLDataType d) { return tvm::ffi::DLDataTypeToString(d); }
+// For texts of errors: tvm-ffi throws for dtypes that it has no name for, which would end the process where
+// an error is just being thrown.
+inline std::string dtype_text(DLDataType d) {
+  if (d.code == kDLComplex) return "complex" + std::to_string(int(d.bits));
+  try {
+    return tvm::ffi::DLDataTypeToString(d);
+  } catch (const tvm::ffi::Error&) {
+    return "DLPack's dtype code " + std::to_string(int(d.code)) + " of " + std::to_string(int(d.bits)) +
+           " bits";
+  }
+}
 
 inline bool same_dtype(DLDataType a, DLDataType b) {
   return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -120,6 +120,6 @@ def _omp_threads() -> Any:
     return ctypes.CDLL(None).omp_get_max_threads
 
 
-@cache
+@lru_cache(maxsize=256)  # a call that needs one keeps it
 def _scale(value: float) -> Any:
     return view("scale", np.full(1, value, dtype=np.float32))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fi_backend.core.attention_checks import expect_tensor
 from fi_backend.core.head_pages import HeadPages, PageSteps
 from fi_backend.core.page_table import PageTable
 
@@ -62,13 +63,15 @@ class BlockSelection:
     ) -> PageTable:
         """Choose the blocks whose bit is set; returns the rows of pages, at the same addresses every time.
 
-        mask: bool [rows, blocks] or [rows, num_heads, blocks]; bits behind the end of a row's KV count not.
+        mask: bool [rows, blocks] or [rows, num_heads, blocks]; bits behind the end of a row's KV or of its
+            block table count not.
         kv_lens: int32 [rows], KV tokens of the row's request. block_table: int32 [rows, blocks], the page of
             each block (default: block j is page j). pages: the caches by head; needed with num_heads > 1.
 
-        A row that chooses more than max_blocks, or a page that the cache does not have, is an error on a CPU
-        and gives NaN on CUDA. Raises ValueError or TypeError naming the argument.
+        A row that chooses more than max_blocks, or a page that is negative or not in the caches of `pages`,
+        is an error on a CPU and gives NaN on CUDA. Raises ValueError or TypeError naming the argument.
         """
+        expect_tensor("mask", mask)
         if mask.dtype is not torch.bool:
             raise TypeError(f"mask: expected bool; got {mask.dtype}.")
         mask = self._by_head("mask", mask)
@@ -85,8 +88,9 @@ class BlockSelection:
         """Choose blocks by number, such as those of the highest scores; otherwise as fill_mask().
 
         blocks: int32 or int64 [rows, n] or [rows, num_heads, n] in any order; numbers below 0 or behind the
-            end of a row's KV choose nothing, repeated ones count once.
+            end of a row's KV or of its block table choose nothing, repeated ones count once.
         """
+        expect_tensor("blocks", blocks)
         if blocks.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"blocks: expected int32 or int64; got {blocks.dtype}.")
         ordered = self._by_head("blocks", blocks).long().sort(-1).values
@@ -121,7 +125,8 @@ class BlockSelection:
         rows, heads, _ = keep.shape
         self._check(rows, kv_lens, block_table, pages)
         lens = kv_lens.long().view(-1, 1, 1)
-        keep = keep & (blocks * self.page_size < lens)
+        # Numbers of blocks may be anything, so that their tokens might not fit 64 bits.
+        keep = keep & (blocks < (lens + self.page_size - 1) // self.page_size)
         if block_table is not None:
             keep = keep & (blocks < block_table.shape[1])
         rank = keep.cumsum(-1) - 1
@@ -176,8 +181,10 @@ class BlockSelection:
         pages: HeadPages | PageSteps | None,
     ) -> None:
         for name, tensor, shape in (("kv_lens", kv_lens, 1), ("block_table", block_table, 2)):
-            if tensor is None:
+            if tensor is None and name == "block_table":
                 continue
+            expect_tensor(name, tensor)
+            assert tensor is not None
             if tensor.dtype is not torch.int32:
                 raise TypeError(f"{name}: expected int32; got {tensor.dtype}.")
             if tensor.dim() != shape or tensor.shape[0] != rows or 0 in tensor.shape[1:]:
@@ -189,6 +196,8 @@ class BlockSelection:
             raise ValueError(
                 "pages: expected HeadPages of the caches, for every head has pages of its own; got None."
             )
+        if not isinstance(pages, (HeadPages, PageSteps, type(None))):
+            raise TypeError(f"pages: expected HeadPages or PageSteps; got {type(pages).__name__}.")
         steps = pages.steps if isinstance(pages, HeadPages) else pages
         if steps is not None and self.num_heads % steps.num_kv_heads:
             raise ValueError(

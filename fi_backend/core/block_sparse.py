@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fi_backend.core.attention_checks import expect_tensor
 from fi_backend.core.page_table import PageTable
 
 
@@ -42,6 +43,7 @@ class BlockSparse:
         mask: bool [query tokens, KV tokens]. Raises ValueError when a block is only partly True: a
         block-sparse matrix stores whole blocks; choose smaller blocks or a custom mask.
         """
+        expect_tensor("mask", mask)
         if mask.dim() != 2 or mask.dtype is not torch.bool:
             raise TypeError(f"mask: expected bool [rows, cols]; got {mask.dtype} {tuple(mask.shape)}.")
         _expect_blocks(block_rows, block_cols)
@@ -79,6 +81,7 @@ class BlockSparse:
         """
         _expect_blocks(block_rows, block_cols)
         shape = -(-num_rows // block_rows), -(-num_cols // block_cols)
+        expect_tensor("block_mask", block_mask)
         if block_mask.dtype is not torch.bool or tuple(block_mask.shape) != shape:
             got = f"{block_mask.dtype} {tuple(block_mask.shape)}"
             raise ValueError(f"block_mask: expected bool {list(shape)}; got {got}.")
@@ -127,6 +130,10 @@ class BlockSparse:
         """
         _expect_blocks(block_rows, block_cols)
         row_blocks, col_blocks = -(-num_rows // block_rows), -(-num_cols // block_cols)
+        for name, array in (("indptr", indptr), ("indices", indices)):
+            expect_tensor(name, array)
+            if array.dim() != 1:
+                raise ValueError(f"{name}: expected one dimension; got shape {tuple(array.shape)}.")
         if indptr.dtype is not torch.int32 or indices.dtype is not torch.int32:
             raise TypeError(f"indptr, indices: expected int32; got {indptr.dtype}, {indices.dtype}.")
         if indptr.numel() != row_blocks + 1:

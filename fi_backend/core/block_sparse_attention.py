@@ -142,7 +142,9 @@ class BlockSparseAttention:
         if self._own is not None:
             by_row = by_row | self._own
         steps = self._steps
-        if caches and self.num_heads > 1:
+        if caches is not None and self.num_heads > 1:
+            if len(caches) != 2:
+                raise ValueError(f"caches: expected (k, v); got {len(caches)} of them.")
             steps = HeadPages(*self._paged(*caches)).steps
         pages = steps if self.num_heads > 1 else None
         table = self._selection.fill_mask(by_row, self._kv_lens, pages=pages)
@@ -237,6 +239,11 @@ class BlockSparseAttention:
             if tensor.dim() not in (3, 4) or tensor.shape[0] < need:
                 what = f"[{self.col_blocks}, {self.spec.page_size}, ...] or [{least}, ...]"
                 raise ValueError(f"{name}: expected {what} or more; got {tuple(tensor.shape)}.")
+            if tensor.shape[-2] != self.spec.num_kv_heads:
+                raise ValueError(
+                    f"{name}: expected {self.spec.num_kv_heads} KV heads, as the spec says; got "
+                    f"{tuple(tensor.shape)}."
+                )
 
     def _paged(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Whole blocks of keys and values."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from fi_backend.core.attention_checks import expect_tensor
 from fi_backend.core.spec import AttentionSpec
 from fi_backend.errors import UnsupportedError
 
@@ -84,6 +85,7 @@ class HeadPages:
 
     def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            expect_tensor(name, cache)
             if cache.dim() != 4 or 0 in cache.shape:
                 raise ValueError(
                     f"{name}: expected [pages, page_size, num_kv_heads, head_dim], none 0; "

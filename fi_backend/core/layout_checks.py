@@ -16,7 +16,13 @@ def expect_layout(spec: AttentionSpec, q: Tensor, k_cache: Tensor, v_cache: Tens
     heads, dim, dim_v = spec.num_qo_heads, spec.head_dim, spec.head_dim_v
     if q.ndim != 3 or q.shape[1] != heads or q.shape[2] != dim:
         raise ValueError(f"q: expected [tokens, {heads}, {dim}], as the spec says; got {tuple(q.shape)}.")
-    if k_cache.ndim >= 2 and k_cache.shape[-2] != spec.num_kv_heads:
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.ndim not in (3, 4):
+            raise ValueError(
+                f"{name}: expected [pages, page_size, KV heads, head_dim] or [tokens, KV heads, head_dim]; "
+                f"got {tuple(cache.shape)}."
+            )
+    if k_cache.shape[-2] != spec.num_kv_heads:
         raise ValueError(
             f"k_cache: expected {spec.num_kv_heads} KV heads in its last dimension but one, as the "
             f"spec says; got {tuple(k_cache.shape)}."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +45,8 @@ def _expect_int32(name: str, array: Tensor, ndim: int) -> None:
 
 
 def _expect_page_size(page_size: int) -> None:
+    if not isinstance(page_size, Integral):
+        raise TypeError(f"page_size: expected an int; got {page_size!r}.")
     if page_size < 1:
         raise _wrong("page_size", ">= 1", page_size)
 
@@ -169,7 +172,8 @@ class PageTable:
 
         token_table: int32 [slots, width]: the KV slot of every token; slot // page_size is its page, and the
             slots of one page are consecutive.
-        rows: integer [requests]: the table row of each request. kv_lens: int32 [requests].
+        rows: integer [requests]: the table row of each request; checked on the host. kv_lens: int32
+            [requests]. Raises ValueError or TypeError naming the argument.
         """
         _expect_int32("token_table", token_table, 2)
         _expect_int32("kv_lens", kv_lens, 1)
@@ -180,7 +184,9 @@ class PageTable:
             raise _wrong("rows", f"shape {tuple(kv_lens.shape)}", tuple(rows.shape))
         _expect_page_size(page_size)
         row_stride = _row_stride("token_table", token_table)
-        width = token_table.shape[1]
+        slots, width = token_table.shape
+        if on_host(rows) and (at := first_true((rows < 0) | (rows >= slots))) is not None:
+            raise _wrong(f"rows[{at}]", f"a row of the token table, 0..{slots - 1}", int(rows[at]))
         begin = as_dtype(rows, "int64") * row_stride
         return cls(token_table, begin, begin + width, kv_lens, page_size, page_size, page_size)
 
@@ -201,6 +207,8 @@ class PageTable:
             1..page_size (0 for an empty row), kv_lens must fit into the row's pages.
         """
         _expect_int32("indices", indices, 1)
+        if indices.shape[0] > 1 and strides_of(indices)[0] != 1:
+            raise _wrong("indices", "unit stride, since rows are offsets in memory", strides_of(indices)[0])
         _expect_integers("indptr", indptr)
         expect_alike("indptr", indptr, "indices", indices)
         _expect_starts("indptr", indptr)

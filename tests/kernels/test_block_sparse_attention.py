@@ -252,6 +252,14 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "tail of v": (
         lambda: run(make(16, 47, 8, 16, HKV), v=normal(47, HKV, DIM)), ValueError, r"^v: .*\[48, "
     ),
+    "k heads": (
+        lambda: make(16, 48, 8, 16, HQ).plan(torch.ones(2, 3).bool(), (normal(48, HQ, DIM),) * 2),
+        ValueError, r"^k: expected 2 KV heads, as the spec says; got \(48, 4, 16\)",
+    ),
+    "one cache": (
+        lambda: make(16, 48, 8, 16, HKV).plan(torch.ones(2, 3).bool(), (normal(48, HKV, DIM),)),
+        ValueError, r"^caches: expected \(k, v\); got 1",
+    ),
     "scales": (
         lambda: run(make(16, 48, 8, 16, HKV), k_scale=torch.ones(2)), UnsupportedError, "^k_scale: .*got 2"
     ),

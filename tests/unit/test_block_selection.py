@@ -86,6 +86,16 @@ def test_rows_hold_the_chosen_blocks_in_order(
     assert rows_of(pages) == expected
 
 
+def test_numbers_that_no_token_has_choose_nothing() -> None:
+    """2**62 + 1 times a page size of 4 is 4 in 64 bits, which is a token of block 1."""
+    selection = BlockSelection(max_rows=2, max_blocks=3, page_size=4)
+    far = torch.tensor([[2**62 + 1, 2], [2**61, 0]])
+    assert rows_of(selection.fill_blocks(far, int32([16, 7]))) == [
+        [(2, t) for t in range(4)],
+        [(0, t) for t in range(4)],
+    ]
+
+
 LAYOUTS = {
     "nhd": lambda x: x,
     "hnd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
@@ -166,6 +176,21 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "table": (lambda: fill(table=torch.zeros(2, 3)), TypeError, "^block_table: expected int32"),
     "no pages": (lambda: fill(num_heads=2), ValueError, "^pages: expected HeadPages of .*got None"),
     "heads": (lambda: fill(num_heads=3, pages=STEPS), ValueError, "^pages: .* 3 KV heads.*got 2"),
+    "list": (
+        lambda: BlockSelection(max_rows=1, max_blocks=1, page_size=1).fill_blocks([[0]], int32([1])),
+        TypeError, "^blocks: expected a torch tensor; got list",
+    ),
+    "lengths of a list": (
+        lambda: BlockSelection(max_rows=1, max_blocks=1, page_size=1).fill_blocks(int32([[0]]), [1]),
+        TypeError, "^kv_lens: expected a torch tensor; got list",
+    ),
+    "pages of another type": (
+        lambda: fill(num_heads=2, pages=3), TypeError, "^pages: expected HeadPages or PageSteps; got int"
+    ),
+    "arrays": (
+        lambda: HeadPages(torch.zeros(1, 1, 1, 8).numpy(), torch.zeros(1, 1, 1, 8)),
+        TypeError, "^k_cache: expected a torch tensor; got ndarray",
+    ),
     "behind": (
         lambda: fill(num_heads=2, pages=STEPS, table=int32([[0, 3, 9]] * 2)), ValueError, "^block_table: "
     ),

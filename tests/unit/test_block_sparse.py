@@ -101,6 +101,18 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "negative column": (lambda: from_csr([0, 1, 2], [0, -1]), ValueError, r"^indices: .*got \[0, -1\]"),
     "unsorted": (lambda: from_csr([0, 2, 2], [1, 0]), ValueError, r"^indices: expected ascending"),
     "repeat": (lambda: from_csr([0, 1, 3], [0, 2, 2]), ValueError, r"^indices: expected ascending"),
+    "lists": (
+        lambda: BlockSparse.from_csr(
+            [0, 1], [0], num_rows=1, num_cols=1, block_rows=1, block_cols=1  # type: ignore[arg-type]
+        ),
+        TypeError, r"^indptr: expected a torch tensor; got list",
+    ),
+    "dimensions": (
+        lambda: BlockSparse.from_csr(
+            torch.zeros(1, 2).int(), torch.zeros(0).int(), num_rows=1, num_cols=1, block_rows=1, block_cols=1
+        ),
+        ValueError, r"^indptr: expected one dimension; got shape \(1, 2\)",
+    ),
     "dtype": (
         lambda: BlockSparse.from_csr(
             torch.tensor([0, 0]), torch.tensor([]), num_rows=1, num_cols=1, block_rows=1, block_cols=1

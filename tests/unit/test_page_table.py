@@ -178,6 +178,28 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: PageTable.from_token_table(GOOD_TABLE, torch.tensor([1.0]), ONE, page_size=1),
         TypeError, r"^rows: expected .*int.*got torch\.float32",
     ),
+    "tokens rows behind": (
+        lambda: PageTable.from_token_table(GOOD_TABLE, int32(0, 4), int32(5, 5), page_size=1),
+        ValueError, r"^rows\[1\]: expected a row of the token table, 0\.\.3; got 4",
+    ),
+    # Such an offset is one of row 0 in 64 bits.
+    "tokens rows beyond 64 bits": (
+        lambda: PageTable.from_token_table(torch.zeros(2, 16).int(), torch.tensor([2**60]), ONE, page_size=1),
+        ValueError, r"^rows\[0\]: .*got 1152921504606846976",
+    ),
+    "tokens rows before": (
+        lambda: PageTable.from_token_table(GOOD_TABLE, torch.tensor([-1]), ONE, page_size=1),
+        ValueError, r"^rows\[0\]: .*got -1",
+    ),
+    "tokens page size": (
+        lambda: PageTable.from_token_table(GOOD_TABLE, ONE * 0, ONE, page_size=1.0),  # type: ignore[arg-type]
+        TypeError, r"^page_size: expected an int; got 1\.0",
+    ),
+    # Rows are offsets in memory: every other entry would be read as if it were the next.
+    "csr every other": (
+        lambda: PageTable.from_csr(int32(0, 2), int32(1, 9, 2)[::2], page_size=8, kv_lens=int32(9)),
+        ValueError, r"^indices: expected unit stride.*got 2",
+    ),
     "tokens transposed": (
         lambda: PageTable.from_token_table(GOOD_TABLE.T, ONE, ONE, page_size=1),
         ValueError, r"^token_table: expected unit stride .*got \(1, 6\)",

@@ -20,7 +20,7 @@ void expect_mask_inside(const AttentionParams& p, int64_t bytes) {
   for (int32_t r = 0; r < p.num_requests; ++r) {
     const int64_t rows = (int64_t(p.qo_indptr[r + 1]) - p.qo_indptr[r]) * p.mask_heads;
     const int64_t bits = rows * p.mask_kv_len[r];
-    if (p.mask_begin[r] < 0 || p.mask_kv_len[r] < 0 || p.mask_begin[r] + (bits + 7) / 8 > bytes)
+    if (p.mask_begin[r] < 0 || p.mask_kv_len[r] < 0 || (bits + 7) / 8 > bytes - p.mask_begin[r])
       TVM_FFI_THROW(ValueError) << "mask: expected request " << r << " within the " << bytes
                                 << " bytes of the mask; got " << bits << " bits from byte " << p.mask_begin[r]
                                 << ". Call plan() again when query lengths grow.";

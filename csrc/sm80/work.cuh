@@ -221,7 +221,7 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
   if constexpr (kPackedMask) {
     const int64_t bits = int64_t(q_len) * p.mask_heads * p.mask_kv_len[item.request];
     const int64_t begin = p.mask_begin[item.request];
-    if (bits < 0 || begin < 0 || begin + (bits + 7) / 8 > p.mask_bytes) {
+    if (bits < 0 || begin < 0 || (bits + 7) / 8 > p.mask_bytes - begin) {
       w.faults = kFaultLengths;
       kv_len = 0;
     }

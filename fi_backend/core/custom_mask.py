@@ -54,7 +54,8 @@ def pack_mask(
     """Pack a custom mask.
 
     mask: bool; one [q_len, kv_len] or [q_len, heads, kv_len] a request, or all of them flattened row by row
-        into one vector of sum(q_len * heads * kv_len) elements. True keeps the key.
+        into one vector of sum(q_len * heads * kv_len) elements, or as one array where they are equally large.
+        True keeps the key.
     q_lens, kv_lens: host int32 [requests], exact and not negative. device: where the packed mask goes;
     copying a mask from there to the host waits for it. num_heads: the numbers of heads that a mask may have,
     all requests of a step the same one. Raises TypeError or ValueError naming the request whose mask does
@@ -81,10 +82,10 @@ def pack_bits(mask: Any, q_lens: Any, kv_lens: Any, num_heads: Collection[int]) 
         if bool((lens < 0).any()):
             raise ValueError(f"{name}: expected lengths >= 0; got {lens.tolist()}.")
     shapes = list(zip(q_lens.tolist(), kv_lens.tolist(), strict=True))
-    if _is_array(mask):
+    if _is_array(mask) and mask.ndim == 1:
         pieces, heads = _split(mask, shapes, num_heads)
     else:
-        pieces = list(mask)
+        pieces = _pieces(mask, shapes)
         heads = _expect_pieces(pieces, shapes, num_heads)
     packed = [np.packbits(_on_host(piece).reshape(-1), bitorder="little") for piece in pieces]
     begin = np.zeros(len(packed), dtype=np.int64)
@@ -95,6 +96,18 @@ def pack_bits(mask: Any, q_lens: Any, kv_lens: Any, num_heads: Collection[int]) 
 
 def _is_array(value: object) -> bool:
     return is_torch(value) or isinstance(value, np.ndarray)
+
+
+def _pieces(mask: Any, shapes: list[tuple[int, int]]) -> list[Any]:
+    """Return the matrices of the requests; one array may hold that of one request, or those of equal ones."""
+    if _is_array(mask):
+        several = mask.ndim == 3 and mask.shape[0] == len(shapes) and tuple(mask.shape[1:]) in shapes
+        return list(mask) if several or mask.ndim == 4 else [mask]
+    if not isinstance(mask, Sequence) or isinstance(mask, str):
+        raise TypeError(
+            f"custom_mask: expected bool arrays, one a request, or one vector; got {type(mask).__name__}."
+        )
+    return list(mask)
 
 
 def _on_host(array: Any) -> npt.NDArray[np.bool_]:

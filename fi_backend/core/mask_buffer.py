@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fi_backend.core.attention_checks import expect_tensor
 from fi_backend.core.custom_mask import PackedMask
 from fi_backend.core.ops_module import native_ops
 
@@ -57,6 +58,13 @@ class MaskBuffer:
         For a request whose mask does not fit (more bits than max_q_len and max_kv_len make) attention answers
         NaN on CUDA, and refuses the step on a CPU. Raises ValueError or TypeError naming the argument.
         """
+        for name, tensor in (("qo_indptr", qo_indptr), ("kv_lens", kv_lens)):
+            expect_tensor(name, tensor)
+        if kv_lens.dim() != 1 or tuple(qo_indptr.shape) != (kv_lens.shape[0] + 1,):
+            raise ValueError(
+                "qo_indptr, kv_lens: expected [requests + 1] and [requests]; got "
+                f"{tuple(qo_indptr.shape)} and {tuple(kv_lens.shape)}."
+            )
         requests = kv_lens.shape[0]
         if requests > self.max_requests:
             raise ValueError(f"kv_lens: expected at most {self.max_requests} requests; got {requests}.")

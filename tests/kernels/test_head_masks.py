@@ -96,6 +96,37 @@ def test_masks_that_do_not_fit_are_refused(mask: Any, message: str) -> None:
         HeadMaskStep(HQ).check(mask)
 
 
+def test_one_array_of_one_request_or_of_equal_ones() -> None:
+    """An array of the heads first has as many elements as one of the tokens first, and another meaning."""
+    mask = torch.rand(3, 2, 9) < 0.5
+    one, heads = (int32([3]), int32([9])), (2,)
+    expected = pack_mask([mask], *one, num_heads=heads)
+    assert torch.equal(pack_mask(mask, *one, num_heads=heads).bits, expected.bits)
+    for turned in (mask.transpose(0, 1), mask.permute(2, 0, 1), mask.flatten(0, 1)):
+        with pytest.raises(ValueError, match=r"^custom_mask\[0\]: expected bool \(3, "):
+            pack_mask(turned, *one, num_heads=heads)
+    two = int32([3, 3]), int32([9, 9])
+    both = torch.stack((mask, ~mask))
+    expected = pack_mask([mask, ~mask], *two, num_heads=heads)
+    assert torch.equal(pack_mask(both, *two, num_heads=heads).bits, expected.bits)
+    expected = pack_mask([mask[:, 0], mask[:, 1]], *two)
+    assert torch.equal(pack_mask(mask.transpose(0, 1), *two).bits, expected.bits)
+    with pytest.raises(ValueError, match=r"^custom_mask: expected 2 matrices, one a request; got 1"):
+        pack_mask(mask, *two, num_heads=heads)
+    with pytest.raises(TypeError, match=r"^custom_mask: expected bool arrays.*got int"):
+        pack_mask(5, *two)  # type: ignore[arg-type]
+
+
+def test_bits_that_begin_at_the_end_of_memory_are_refused() -> None:
+    """In 64 bits their end would come before their begin, and inside of the mask."""
+    step = HeadMaskStep(1)
+    bits = pack_mask(step.masks, int32(Q_LENS), int32(KV_LENS))
+    begin = bits.begin.clone()
+    begin[1] = 2**63 - 1
+    with pytest.raises(ValueError, match=r"^mask: expected request 1 within the .* from byte 92233720"):
+        step.check(PackedMask(bits.bits, begin, bits.kv_len))
+
+
 def test_bits_that_end_before_the_heads_do_are_refused() -> None:
     """Bits of one head, said to be those of six: the rows of the last request would lie behind the end."""
     step = HeadMaskStep(1)

@@ -116,6 +116,10 @@ def test_wrong_arguments() -> None:
     qo_indptr, kv_lens = lengths()
     with pytest.raises(ValueError, match="kv_lens: expected at most 2 requests; got 5"):
         MaskBuffer(max_requests=2, max_q_len=1, max_kv_len=1, device="cpu").pack(None, qo_indptr, kv_lens)
+    with pytest.raises(TypeError, match="qo_indptr: expected a torch tensor; got list"):
+        buffer().pack(None, [0, 1], kv_lens)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^qo_indptr, kv_lens: expected .*got \(5,\) and \(5,\)"):
+        buffer().pack(None, qo_indptr[1:], kv_lens)
     with pytest.raises(TypeError, match="mask: expected bool"):
         buffer().pack(torch.zeros(800, dtype=torch.int32), qo_indptr, kv_lens)
     with pytest.raises(ValueError, match="max_q_len: expected 1 or more; got 0"):

@@ -116,13 +116,14 @@ def test_bad_lengths(shares: torch.Tensor, match: str) -> None:
 
 
 def test_bad_rows_of_a_token_table() -> None:
+    slots, rows, lens = torch.zeros(2, 8, dtype=torch.int32), torch.tensor([0, 2]), int32(4, 4)
+    with pytest.raises(ValueError, match=r"^rows\[1\]: expected a row of the token table, 0\.\.1; got 2"):
+        PrefixForest.from_token_table(slots, rows, lens, 4)
     with pytest.raises(
         ValueError,
         match=r"^shareable\[1\]: expected .* whose pages the row \[16, 24\) of the 16 indices holds",
     ):
-        PrefixForest.from_token_table(
-            torch.zeros(2, 8, dtype=torch.int32), torch.tensor([0, 2]), int32(4, 4), 4
-        )
+        PrefixForest.from_page_table(PageTable(slots, rows * 8, rows * 8 + 8, lens, 4, 4, 4), lens)
 
 
 def test_bad_tensors() -> None:

@@ -14,6 +14,10 @@
 #if !defined(FI_RING_QUERIES)
 #define FI_RING_QUERIES 0
 #endif
+// Whether the maxima of both rows of a lane are there before the first exponential.
+#if !defined(FI_MAXIMA_FIRST)
+#define FI_MAXIMA_FIRST 0
+#endif
 // Whether the last chunk of a tile that is split into few is folded with the others where it is.
 #if !defined(FI_FOLD_LAST)
 #define FI_FOLD_LAST 0

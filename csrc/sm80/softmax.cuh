@@ -23,6 +23,14 @@ __device__ __forceinline__ void finish_state(float max, float sum, float& lse, f
   if (sum != sum) lse = inverse = sum;
 }
 
+// Keeps the assembler from putting the exponentials of the first row in front of the maximum of the second
+// one, during which their unit would idle: nothing passes a branch. It is never taken, for a maximum of NaNs
+// is the canonical NaN.
+__device__ __forceinline__ void hold_maxima(float a, float b) {
+  constexpr int kNoMaximum = 0x7f812345;
+  if (__float_as_int(a) == kNoMaximum || __float_as_int(b) == kNoMaximum) __trap();
+}
+
 // Weights are 2^(scale * s - max), the maximum being in units of log2(e) too. `scale` is positive.
 struct RowState {
   float max[2] = {-INFINITY, -INFINITY};
@@ -43,6 +51,7 @@ struct RowState {
     for (int step = 1; step <= 2; ++step)
 #pragma unroll
       for (int r = 0; r < 2; ++r) top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], step));
+    if constexpr (FI_MAXIMA_FIRST) hold_maxima(top[0], top[1]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       top[r] = fmaxf(max[r], top[r] * scale);

@@ -18,6 +18,11 @@
 #if !defined(FI_MAXIMA_FIRST)
 #define FI_MAXIMA_FIRST 0
 #endif
+// Whether the warpgroups of a wide tile start their products by turns, so that one's softmax meets the
+// other's products.
+#if !defined(FI_TURNS)
+#define FI_TURNS 0
+#endif
 // Whether the last chunk of a tile that is split into few is folded with the others where it is.
 #if !defined(FI_FOLD_LAST)
 #define FI_FOLD_LAST 0

@@ -183,6 +183,7 @@ template <class Traits>
 __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                         char* shared, uint32_t stages) {
   const int tid = threadIdx.x;
+  if constexpr (Traits::kWgmma) sm90::Wide<Traits>::give_first_turn();
   Ring<Traits::kStages> stage;
   Ring<kSlots> slot;
   while (true) {

@@ -83,6 +83,20 @@ struct Wide {
       for (int e = 0; e < 4; ++e) x.out[n][e] *= shrink[e / 2];
   }
 
+  // Products are started between wait_turn() and end_turn(), by warpgroup 0 first and as often by the other.
+  // A turn that ends an item is the first of the next one.
+  static constexpr int kTurnBarrier = 12;
+  __device__ __forceinline__ static void give_first_turn() {
+    if (FI_TURNS && threadIdx.x / 128 == 1) ptx::named_barrier_arrive(kTurnBarrier, sm80::kConsumers);
+  }
+  __device__ __forceinline__ static void wait_turn() {
+    if constexpr (FI_TURNS) ptx::named_barrier(kTurnBarrier + int(threadIdx.x / 128), sm80::kConsumers);
+  }
+  __device__ __forceinline__ static void end_turn() {
+    if constexpr (FI_TURNS)
+      ptx::named_barrier_arrive(kTurnBarrier + 1 - int(threadIdx.x / 128), sm80::kConsumers);
+  }
+
   // Keeps the assembler from moving the wait that follows up, in front of the arithmetic that yields `sum`,
   // beside which the products are to run: the two meet in no register, but nothing passes a branch. It is
   // never taken.
@@ -104,8 +118,10 @@ struct Wide {
     Step step{ring, kStep - tiles % kStep};
     int key = x.w.kv_begin;
     step.wait(control);
+    wait_turn();
     ptx::wgmma_fence();
     start_logits(s, x.q, step, stages);
+    end_turn();
     ptx::wgmma_wait<0>();
     ptx::settle(s);
     x.transform(key, scale, s);
@@ -117,9 +133,11 @@ struct Wide {
       key += step.count * kKvTile;
       const Step next{step.behind(), kStep};
       next.wait(control);
+      wait_turn();
       ptx::wgmma_fence();
       start_logits(s, x.q, next, stages);
       start_values(x, weights, step, stages);
+      end_turn();
       ptx::wgmma_wait<1>();
       ptx::settle(s);
       x.transform(key, scale, s);
@@ -133,8 +151,10 @@ struct Wide {
       pack(s, weights);
       step = next;
     }
+    wait_turn();
     ptx::wgmma_fence();
     start_values(x, weights, step, stages);
+    end_turn();
     ptx::wgmma_wait<0>();
     ptx::settle(x.out);
     step.release(control, x.lane);

@@ -47,7 +47,7 @@ def layer(name: str, **options: Any) -> AttentionSpec:
 
 
 def defines(name: str) -> tuple[tuple[str, str], ...]:
-    copies = (("FI_TMA", "1"),) if name.endswith("copy engine") else ()
+    copies = (("FI_TMA", "1"), ("FI_TURNS", "1")) if name.endswith("copy engine") else ()
     return UNMEASURED + copies if name.startswith("unmeasured") else ()
 
 

@@ -32,6 +32,12 @@ CPU = torch.device("cpu")
         ({"logits_transform": 7}, "logits_transform: expected C"),
         ({"logits_transform": "logit;"}, "logits_transform: expected a body that returns"),
         ({"key_reduce": "return x[0];"}, "key_reduce: expected key_transform with it"),
+        ({"key_turns": "return 0.0f;"}, "key_turns: expected key_transform with it"),
+        ({"key_turns_if": "return true;"}, "key_turns_if: expected key_turns with it"),
+        (
+            dict.fromkeys(("key_turns", "key_reduce", "key_transform"), "return 0.0f;"),
+            "key_turns: expected None beside key_reduce",
+        ),
         ({"headers": {"../x.h": ""}}, "headers: expected a name"),
     ],
 )

@@ -141,16 +141,19 @@ class Machine {
     meet("syncwarp", {}, [](Meeting&) {});
   }
 
-  void named_barrier(int id, int threads) {
+  // Returns whether the barrier is complete.
+  bool named_barrier_arrive(int id, int threads) {
     Block::Named& b = block->named[id];
     if (b.arrived == 0) b.expected = threads;
     if (b.expected != threads) fail("barrier " + std::to_string(id) + ": two numbers of threads");
-    if (++b.arrived == threads) {
-      b.arrived = 0;
-      wake(b.waiting);
-      return;
-    }
-    b.waiting.push_back(&fiber());
+    if (++b.arrived < threads) return false;
+    b.arrived = 0;
+    wake(b.waiting);
+    return true;
+  }
+  void named_barrier(int id, int threads) {
+    if (named_barrier_arrive(id, threads)) return;
+    block->named[id].waiting.push_back(&fiber());
     suspend();
   }
 

@@ -20,6 +20,9 @@ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   emulator::machine().mbarrier_wait(barrier, parity);
 }
 inline void named_barrier(int id, int threads) { emulator::machine().named_barrier(id, threads); }
+inline void named_barrier_arrive(int id, int threads) {
+  emulator::machine().named_barrier_arrive(id, threads);
+}
 inline int32_t load_acquire(const int32_t* counter) { return *counter; }
 template <int kRegisters>
 inline void take_registers() {}

@@ -49,15 +49,16 @@ def library_of(array: object) -> Library:
         return Library.NUMPY
     for library, (module, name) in _CLASSES.items():
         # Only an imported library can have made it.
-        if (found := sys.modules.get(module)) is not None and isinstance(array, getattr(found, name)):
+        kind = getattr(sys.modules.get(module), name, None)  # None, too, while another thread imports it
+        if kind is not None and isinstance(array, kind):
             return library
     return Library.OTHER
 
 
 def expect_array(name: str, value: object) -> None:
     """Check that `value` is an array of any library; raises TypeError naming the argument."""
-    jax = sys.modules.get("jax")
-    if jax is not None and isinstance(value, jax.core.Tracer):
+    tracer = getattr(getattr(sys.modules.get("jax"), "core", None), "Tracer", None)
+    if tracer is not None and isinstance(value, tracer):
         raise TypeError(
             f"{name}: expected an array with values; got a tracer of JAX. Call it outside jax.jit, jax.grad "
             "and jax.vmap."

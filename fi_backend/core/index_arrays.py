@@ -26,8 +26,8 @@ def is_torch(array: Any) -> bool:
 
 @cache
 def _is_torch_class(kind: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and issubclass(kind, torch.Tensor)
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)  # None, too, while another thread imports it
+    return tensor is not None and issubclass(kind, tensor)
 
 
 def expect_array(name: str, array: object) -> None:

@@ -143,6 +143,11 @@ class AttentionVariant:
         ):
             if getattr(self, of) is not None and getattr(self, needed) is None:
                 raise ValueError(f"{of}: expected {needed} with it, which sees its result; got None.")
+        if self.key_turns is not None and self.key_reduce is not None:
+            raise ValueError(
+                "key_turns: expected None beside key_reduce, since a key_transform that looks at a whole key does "
+                "more than turn it; got both."
+            )
         self._check_params()
         self._read_headers()
         object.__setattr__(self, "_declared_in", _caller())

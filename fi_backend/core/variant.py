@@ -145,8 +145,8 @@ class AttentionVariant:
                 raise ValueError(f"{of}: expected {needed} with it, which sees its result; got None.")
         if self.key_turns is not None and self.key_reduce is not None:
             raise ValueError(
-                "key_turns: expected None beside key_reduce, since a key_transform that looks at a whole key does "
-                "more than turn it; got both."
+                "key_turns: expected None beside key_reduce, since a key_transform that looks at a whole key "
+                "does more than turn it; got both."
             )
         self._check_params()
         self._read_headers()

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from attention_batch import EngineState
+from numeric import assert_close
+from oracle import attention as oracle
 from torch import Tensor
 
-from fi_backend.arrays import BatchAttention, PageTable
+from fi_backend.arrays import AttentionSpec, BatchAttention, PageTable
 
 _LACKING = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.int8, torch.float8_e5m2: torch.int8}
 
@@ -136,3 +138,43 @@ def arguments(state: EngineState, convert: Callable[[Tensor], Any]) -> dict[str,
         "alibi_slopes": None if state.slopes is None else convert(state.slopes.to(device)),
         "sinks": None if state.sinks is None else convert(state.sinks.to(device)),
     }
+
+
+class Case:
+    """Two requests of NumPy arrays, the second with several queries."""
+
+    def __init__(
+        self, dtype: Any = np.float32, kv_dtype: Any = None, custom_mask: bool = False, **options: Any
+    ) -> None:
+        random = np.random.default_rng(7)
+        kv_dtype = kv_dtype or dtype
+        names = {"dtype": np.dtype(dtype).name, "kv_dtype": np.dtype(kv_dtype).name}
+        self.spec = AttentionSpec(4, 2, 64, page_size=16, custom_mask=custom_mask, **names)
+        self.q = random.standard_normal((5, 4, 64)).astype(dtype)
+        self.k, self.v = (random.standard_normal((6, 16, 2, 64)).astype(kv_dtype) for _ in "kv")
+        self.starts = np.array([0, 1, 5], np.int32)
+        self.kv_lens = np.array([40, 17], np.int32)
+        self.pages = np.array([[3, 0, 5], [1, 4, -1]], np.int32)
+        self.attention = BatchAttention(self.spec, max_requests=2, max_tokens=8, max_kv_len=64, **options)
+
+    def plan(self, custom_mask: Any = None) -> BatchAttention:
+        table = PageTable.from_block_table(self.pages, self.kv_lens, page_size=16)
+        self.attention.plan(self.starts, table, custom_mask=custom_mask)
+        return self.attention
+
+    def expected(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The oracle's output and its amplitude, sum(p * |v|)."""
+        rows = []
+        for r, (a, b) in enumerate(zip(self.starts[:-1], self.starts[1:], strict=True)):
+            k, v = (
+                to_tensor(cache[self.pages[r]].reshape(-1, 2, 64)[: self.kv_lens[r]])
+                for cache in (self.k, self.v)
+            )
+            both = torch.cat([v.float(), v.float().abs()], dim=2)
+            rows.append(oracle(to_tensor(self.q[a:b]), k.float(), both, **options)[0])
+        output, amplitude = torch.cat(rows).split(64, dim=2)
+        return output, amplitude
+
+    def check(self, out: Any, **options: Any) -> None:
+        expected, amplitude = self.expected(**options)
+        assert_close("out", to_tensor(out), expected, amplitude=amplitude)

@@ -121,7 +121,7 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
   const auto* queue = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_begin);
   const auto* entries = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_entries);
   const bool queued = header->num_queues > 0;
-  const Tickets bundled(p, c, *header);
+  const Tickets bundled(p, *header);
   const int tickets = kBundles<Traits> ? bundled.count : header->num_items * p.num_kv_heads;
   const Draws line(*header, tickets);
   int next = line.first(), end = tickets;  // of the tickets, or of this CTA's entries in its queue

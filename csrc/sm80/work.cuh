@@ -260,32 +260,33 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
 
 // The tickets of a launch. Items are in the order of their costs: one of the last bundled[k - 1] makes one
 // ticket for 2^k neighbouring KV heads, where the next number says nothing else.
+// By a whole warp: lane k knows where those of 2^k heads begin.
 struct Tickets {
-  int from[kBundleSizes + 1], begin[kBundleSizes + 1], count;
+  int from, begin, count;
 
-  __device__ __forceinline__ Tickets(const AttentionParams& p, const LaunchConstants& c,
-                                     const PlanHeader& header) {
-    from[0] = begin[0] = 0;
+  __device__ __forceinline__ Tickets(const AttentionParams& p, const PlanHeader& header)
+      : from(0), begin(threadIdx.x % 32 == 0 ? 0 : INT32_MAX) {
+    int first = 0, tickets = 0;
 #pragma unroll
     for (int k = 1; k <= kBundleSizes; ++k) {
       // Whole bundles alone, whatever the plan says.
       const bool whole = p.num_kv_heads % (1 << k) == 0;
-      from[k] = whole ? max(header.num_items - max(header.bundled[k - 1], 0), from[k - 1]) : header.num_items;
-      begin[k] = begin[k - 1] + ((from[k] - from[k - 1]) * p.num_kv_heads >> (k - 1));
+      const int next =
+          whole ? max(header.num_items - max(header.bundled[k - 1], 0), first) : header.num_items;
+      tickets += (next - first) * p.num_kv_heads >> (k - 1);
+      first = next;
+      if (threadIdx.x % 32 == k) from = first, begin = tickets;
     }
-    count = begin[kBundleSizes] + ((header.num_items - from[kBundleSizes]) * p.num_kv_heads >> kBundleSizes);
+    count = tickets + ((header.num_items - first) * p.num_kv_heads >> kBundleSizes);
   }
 
   // Its item, first KV head and number of heads (logarithm).
   __device__ __forceinline__ void find(const AttentionParams& p, const LaunchConstants& c, int ticket,
                                        int& item, int& kv_head, int& heads_log2) const {
-    int first = 0, rest = ticket;
-    heads_log2 = 0;
-#pragma unroll
-    for (int k = 1; k <= kBundleSizes; ++k)
-      if (ticket >= begin[k]) heads_log2 = k, first = from[k], rest = (ticket - begin[k]) << k;
+    heads_log2 = 31 - __clz(int(__ballot_sync(~0u, ticket >= begin)));
+    const int rest = (ticket - __shfl_sync(~0u, begin, heads_log2)) << heads_log2;
     const int more = c.num_kv_heads.divide(rest);
-    item = first + more;
+    item = __shfl_sync(~0u, from, heads_log2) + more;
     kv_head = rest - more * p.num_kv_heads;
   }
 };

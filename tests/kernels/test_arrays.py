@@ -5,22 +5,18 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from array_cases import LIBRARIES, arguments, attention_of, converter, to_numpy, to_tensor
+from array_cases import LIBRARIES, Case, arguments, attention_of, converter, to_tensor
 from attention_batch import SPLIT_COSTS, Batch, EngineState, logit_size, torch_threads
 from engine_memory import Layout
 from numeric import assert_bitwise_equal, assert_close, assert_lse_close
-from oracle import attention as oracle
 
-from fi_backend import arrays
 from fi_backend.arrays import (
     AttentionSpec,
     AttentionVariant,
-    BatchAttention,
     PageTable,
     PrefixForest,
     SharingLimits,
@@ -108,46 +104,6 @@ def test_results_that_are_given_are_written_where_they_are(library: str) -> None
     assert_bitwise_equal("out", out, same)
     assert_bitwise_equal("lse", lse, same_lse)
     assert all(gap.isnan().all() for gap in state.gaps), "memory between the heads was written"
-
-
-class Case:
-    """Two requests of NumPy arrays, the second with several queries."""
-
-    def __init__(
-        self, dtype: Any = np.float32, kv_dtype: Any = None, custom_mask: bool = False, **options: Any
-    ) -> None:
-        random = np.random.default_rng(7)
-        kv_dtype = kv_dtype or dtype
-        names = {"dtype": np.dtype(dtype).name, "kv_dtype": np.dtype(kv_dtype).name}
-        self.spec = AttentionSpec(4, 2, 64, page_size=16, custom_mask=custom_mask, **names)
-        self.q = random.standard_normal((5, 4, 64)).astype(dtype)
-        self.k, self.v = (random.standard_normal((6, 16, 2, 64)).astype(kv_dtype) for _ in "kv")
-        self.starts = np.array([0, 1, 5], np.int32)
-        self.kv_lens = np.array([40, 17], np.int32)
-        self.pages = np.array([[3, 0, 5], [1, 4, -1]], np.int32)
-        self.attention = BatchAttention(self.spec, max_requests=2, max_tokens=8, max_kv_len=64, **options)
-
-    def plan(self, custom_mask: Any = None) -> BatchAttention:
-        table = PageTable.from_block_table(self.pages, self.kv_lens, page_size=16)
-        self.attention.plan(self.starts, table, custom_mask=custom_mask)
-        return self.attention
-
-    def expected(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The oracle's output and its amplitude, sum(p * |v|)."""
-        rows = []
-        for r, (a, b) in enumerate(zip(self.starts[:-1], self.starts[1:], strict=True)):
-            k, v = (
-                to_tensor(cache[self.pages[r]].reshape(-1, 2, 64)[: self.kv_lens[r]])
-                for cache in (self.k, self.v)
-            )
-            both = torch.cat([v.float(), v.float().abs()], dim=2)
-            rows.append(oracle(to_tensor(self.q[a:b]), k.float(), both, **options)[0])
-        output, amplitude = torch.cat(rows).split(64, dim=2)
-        return output, amplitude
-
-    def check(self, out: Any, **options: Any) -> None:
-        expected, amplitude = self.expected(**options)
-        assert_close("out", to_tensor(out), expected, amplitude=amplitude)
 
 
 def test_raw_bits_stand_for_dtypes_that_a_library_lacks() -> None:
@@ -314,54 +270,3 @@ def test_rope_has_its_frequencies_without_torch() -> None:
     same = with_torch.run(*map(torch.from_numpy, (case.q, case.k, case.v)))
     assert_bitwise_equal("out", to_tensor(out), same)
     assert not np.allclose(out, Case().plan().run(case.q, case.k, case.v))
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_merges(library: str) -> None:
-    from fi_backend import merge_state, merge_states
-
-    convert = converter(library)
-    o = torch.randn(7, 3, 4, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    sums = torch.randn(7, 3, 4, generator=torch.Generator().manual_seed(1))
-    sums[2, 1] = -torch.inf
-    parts = [(o[:, i].contiguous(), sums[:, i].contiguous()) for i in range(2)]
-    mask = torch.arange(7) % 3 != 0
-    for result, expected in (
-        (arrays.merge_states(convert(o), convert(sums)), merge_states(o, sums)),
-        (
-            arrays.merge_state(*(convert(t) for part in parts for t in part), mask=convert(mask)),
-            merge_state(*parts[0], *parts[1], mask=mask),
-        ),
-    ):
-        for got, wanted in zip(result, expected, strict=True):
-            assert type(got) is type(convert(wanted))
-            assert_bitwise_equal("state", to_tensor(got), wanted)
-    into = torch.empty(7, 4, 64, dtype=torch.bfloat16)
-    if library != "jax":
-        given = convert(into)
-        assert arrays.merge_states(convert(o), convert(sums), out=given)[0] is given
-        assert_bitwise_equal("out", into, merge_states(o, sums)[0])
-    with pytest.raises(ValueError, match=r"^lse_parts: expected shape \[7, 3, 4\]; got \[7, 4\]"):
-        arrays.merge_states(convert(o), convert(sums[:, 0].contiguous()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("slots", [np.int32, np.int64])
-def test_append(dtype: torch.dtype, slots: Any) -> None:
-    from fi_backend import append_kv
-
-    random = torch.Generator().manual_seed(3)
-    key, value = (torch.randn(4, 2, 64, generator=random) for _ in "kv")
-    caches = [torch.zeros(3, 8, 2, 64).to(dtype) for _ in range(4)]
-    where = np.array([5, -1, 23, 0], slots)
-    append_kv(key, value, *caches[:2], torch.from_numpy(where.astype(np.int64)), k_scale=0.5)
-    ours = [to_numpy(cache) for cache in caches[2:]]
-    arrays.append_kv(key.numpy(), value.numpy(), *ours, where, k_scale=0.5)
-    for expected, got in zip(caches[:2], caches[2:], strict=True):
-        assert_bitwise_equal("cache", got, expected)
-    assert caches[2].float().abs().sum() > 0
-    with pytest.raises(ValueError, match=r"^slot_mapping\[1\]: expected -1 \(skip\) or a slot in 0\.\.23"):
-        arrays.append_kv(key.numpy(), value.numpy(), *ours, np.array([0, 24], slots))
-    jnp = pytest.importorskip("jax.numpy")
-    with pytest.raises(ValueError, match=r"^k_cache: expected an array that can be written; got one of JAX"):
-        arrays.append_kv(key.numpy(), value.numpy(), jnp.zeros((3, 8, 2, 64)), ours[1], where)

@@ -157,6 +157,7 @@ void __stcg(T* p, T x) {
   *p = x;
 }
 inline float __int_as_float(int x) { return fi::emulator::from_bits<float>(uint32_t(x)); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 inline int __float_as_int(float x) { return int(fi::emulator::bits_of(x)); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdividef(float a, float b) { return a / b; }

@@ -12,6 +12,7 @@ _ADVICE = {
     "Copy it with .contiguous()": "Copy it",
     "Move it with .to().": "Move it with its own library.",
     "Move it with .cuda().": "Move it with its own library.",
+    "expected a contiguous tensor; call .contiguous() on it.": "expected a contiguous array. Copy it.",
     "expected a tensor": "expected an array",
 }
 

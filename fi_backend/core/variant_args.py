@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -90,10 +91,13 @@ class VariantArguments:
 
 
 def _number(name: str, kind: str, value: object) -> float:
-    expected = (int, float) if kind == "float32" else int
+    expected = Real if kind == "float32" else Integral  # NumPy's are among them
     if not isinstance(value, expected) or (isinstance(value, bool) and kind != "bool"):
         raise TypeError(f"{name}: expected a number of type {kind}; got {value!r} of {type(value).__name__}.")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected {kind}; got {value!r}, which it cannot hold.") from None
     if kind in _LIMITS and not _LIMITS[kind][0] <= number <= _LIMITS[kind][1]:
         raise ValueError(f"{name}: expected {kind}; got {value!r}, which it cannot hold.")
     if math.isnan(number):

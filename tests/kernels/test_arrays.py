@@ -239,6 +239,9 @@ def test_variants(library: str) -> None:
         attention.run(q, k, v, variant_args={"slopes": [0.5] * 4})
     with pytest.raises(ValueError, match=r"^slopes: expected .*\[4\]; got \[3\]"):
         attention.run(q, k, v, variant_args={"slopes": convert(slopes[:3])})
+    if library != "jax":
+        with pytest.raises(ValueError, match=r"^slopes: expected a contiguous array\. Copy it"):
+            attention.run(q, k, v, variant_args={"slopes": convert(slopes.repeat_interleave(2)[::2])})
 
 
 def test_defaults_of_a_variant_are_arrays_of_any_library() -> None:
@@ -253,7 +256,8 @@ def test_defaults_of_a_variant_are_arrays_of_any_library() -> None:
     attention = case.plan()
     expected = case.expected()[0] * torch.from_numpy(factors).double().view(1, 4, 1) + 1.0
     np.testing.assert_allclose(attention.run(case.q, case.k, case.v), expected, rtol=1e-5, atol=1e-5)
-    twice = attention.run(case.q, case.k, case.v, variant_args={"factors": 2 * factors, "offset": 0})
+    doubled = {"factors": 2 * factors, "offset": np.float32(0)}
+    twice = attention.run(case.q, case.k, case.v, variant_args=doubled)
     np.testing.assert_allclose(twice, 2 * (expected - 1.0), rtol=1e-5, atol=1e-5)
 
 

@@ -94,7 +94,7 @@ class AttentionVariant:
     The functors are bodies of C++ functions, each with a ``return``; docs/extending.md lists what they see:
     visible_range: a KeyRange outside which nothing is read. query_reduce, key_reduce: one float of a whole
     row, `reduced` below. query_transform, key_transform: element `d` of a query, of a dequantised key.
-    key_turns: a promise beside key_transform that makes it quick on GPUs: it turns elements `pair` and
+    key_turns: a promise beside key_transform that spares GPUs most of its calls: it turns elements `pair` and
     ``pair + head_dim / 2`` by so many turns, and does nothing else, wherever key_turns_if returns true.
     logits_transform: a logit (or a weight) of a scaled dot product. logits_mask: whether a key is seen.
     finish: a factor of a row's output; may change `lse`. output_transform: element `d` of the output.

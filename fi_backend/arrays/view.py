@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -73,10 +74,10 @@ def host_view(name: str, array: Array) -> npt.NDArray[Any]:
 
 def host_masks(masks: Any) -> Any:
     """Return one mask of any library, or one a request, in host memory as NumPy's; None stays."""
-    if masks is None:
-        return None
     if hasattr(masks, "__dlpack__"):
         return host_view("custom_mask", masks)
+    if not isinstance(masks, Sequence) or isinstance(masks, str):
+        return masks  # None, or what packing refuses
     return [host_view(f"custom_mask[{i}]", mask) for i, mask in enumerate(masks)]
 
 

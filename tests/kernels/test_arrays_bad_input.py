@@ -186,6 +186,7 @@ PLAN: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"^custom_mask: expected None, as spec\.custom_mask says",
     ),
     "no mask": (lambda: masked(None), PlanError, r"^custom_mask: expected a mask, as spec\.custom_mask says"),
+    "mask of no array": (lambda: masked(5), TypeError, r"^custom_mask: expected bool arrays.*got int"),
     "mask size": (
         lambda: masked(np.ones(107, bool)),
         ValueError,

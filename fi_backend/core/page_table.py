@@ -53,7 +53,7 @@ def _expect_page_size(page_size: int) -> None:
 
 def _row_stride(name: str, table: Tensor) -> int:
     strides = strides_of(table)
-    if table.shape[1] > 1 and strides[1] != 1:
+    if table.shape[0] > 0 and table.shape[1] > 1 and strides[1] != 1:  # NumPy's are 0 without elements
         raise _wrong(name, "unit stride in its second dimension", strides)
     if strides[0] < 0:
         raise _wrong(name, "a stride of 0 or more between its rows", strides)

@@ -274,3 +274,12 @@ def test_rope_has_its_frequencies_without_torch() -> None:
     same = with_torch.run(*map(torch.from_numpy, (case.q, case.k, case.v)))
     assert_bitwise_equal("out", to_tensor(out), same)
     assert not np.allclose(out, Case().plan().run(case.q, case.k, case.v))
+
+
+def test_a_step_without_requests() -> None:
+    """NumPy gives arrays without elements strides of 0."""
+    attention = Case().attention
+    table = PageTable.from_block_table(np.zeros((0, 3), np.int32), np.zeros(0, np.int32), page_size=16)
+    attention.plan(np.array([0], np.int32), table)
+    cache = np.zeros((0, 16, 2, 64), np.float32)
+    assert attention.run(np.zeros((0, 4, 64), np.float32), cache, cache).shape == (0, 4, 64)

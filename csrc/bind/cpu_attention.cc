@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks that run once a launch: full optimisation gains nothing here and nearly doubles the build time.
 #pragma GCC optimize("O1")
+#include <utility>
+
 #include "../cpu/attention.h"
 #include "attention_args.h"
 #include "variant_call.h"
@@ -49,6 +51,10 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_ind
   const std::string error = cpu::find_error(p, q.size(0), debug);
   if (!error.empty()) TVM_FFI_THROW(ValueError) << error;
   cpu::run_attention(p, int(num_threads));
+  if (std::exchange(p.counters[kFaults], 0) & kFaultPages)
+    TVM_FFI_THROW(ValueError) << "page table: expected page ids inside the " << p.level.num_pages
+                              << " pages of k_cache; got others, so that the output is not valid. "
+                                 "FI_BACKEND_DEBUG=1 says which.";
 }
 
 }  // namespace fi::bind

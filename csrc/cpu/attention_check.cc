@@ -52,6 +52,8 @@ std::string check_lengths(const AttentionParams& p, const PlanHeader& h, const i
     if (p.qo_indptr[r + 1] > p.qo_indptr[r] && level.kv_lens[r] > pages * level.page_size)
       return at("kv_lens") + "at most " + str(pages * level.page_size) + ", the capacity of its " +
              str(pages) + " pages of " + str(level.page_size) + " tokens; got " + str(level.kv_lens[r]) + ".";
+    if (level.num_pages < 1 && p.qo_indptr[r + 1] > p.qo_indptr[r] && level.kv_lens[r] > 0)
+      return at("kv_lens") + "0, since k_cache has no pages; got " + str(level.kv_lens[r]) + ".";
   }
   if (p.qo_indptr[p.num_requests] > num_tokens)
     return "qo_indptr[" + str(p.num_requests) + "]: expected at most the " + str(num_tokens) +

@@ -247,6 +247,31 @@ def test_page_ids_out_of_range_are_named_in_debug_mode(
         step.attn.run(**step.arguments)
 
 
+@pytest.mark.parametrize("page", [-(2**31), -1, 8, 2**31 - 1])
+def test_page_ids_out_of_range_are_not_followed(page: int) -> None:
+    """Such a page used to end the process, or to give what stood there."""
+    step = Step()
+    step.attn.run(**step.arguments)
+    expected = step.arguments["out"].clone()
+    right = int(step.blocks[1, 1])
+    step.blocks[1, 1] = page
+    with pytest.raises(ValueError, match=r"^page table: expected page ids inside the 8 pages of k_cache"):
+        step.attn.run(**step.arguments)
+    step.blocks[1, 1] = right
+    step.attn.run(**step.arguments)
+    assert_bitwise_equal("out", step.arguments["out"], expected)
+
+
+def test_caches_of_fewer_pages_than_the_table_names() -> None:
+    step = Step()
+    few = {name: step.arguments[name][:5] for name in ("k_cache", "v_cache")}
+    with pytest.raises(ValueError, match=r"^page table: expected page ids inside the 5 pages of k_cache"):
+        step.attn.run(**step.arguments | few)
+    none = {name: cache[:0] for name, cache in few.items()}
+    with pytest.raises(ValueError, match=r"^kv_lens\[0\]: expected 0, since k_cache has no pages; got"):
+        step.attn.run(**step.arguments | none)
+
+
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_t25_lengths_beyond_the_row(debug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafted tokens of speculation may reach past the capacity of a request's row of the table."""

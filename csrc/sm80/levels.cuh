@@ -211,9 +211,11 @@ __device__ __forceinline__ void arrive_in_bundle(const Consumer<Traits>& x, Cont
     __threadfence();
     sync();
     int32_t* counter = p.counters + kArrivals + w.unit * p.num_kv_heads + kv_head;
-    if (thread == 0) control.place_arrived[x.place()] = atomicAdd(counter, 1) == w.num_items - 1;
+    if (thread == 0) control.place_arrived[x.warp] = atomicAdd(counter, 1) == w.num_items - 1;
     sync();
-    if (!*static_cast<volatile int32_t*>(&control.place_arrived[x.place()])) return;
+    const bool last = *static_cast<volatile int32_t*>(&control.place_arrived[x.warp - x.member]);
+    sync();  // its first warp may write there again
+    if (!last) return;
     __threadfence();
     if (thread == 0) *counter = 0;
     if (w.q_rows > 0) fold_rows<Traits, 4, 1>(p, x.c, RowsOfUnit(w), w.q_rows, kv_head, thread, threads);

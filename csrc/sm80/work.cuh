@@ -40,7 +40,7 @@ struct Control {
   uint64_t rows_full[kRowTiles], rows_empty[kRowTiles];
   uint64_t draw[kSlots];  // the producers are nearly through with the item
   int32_t arrived;
-  int32_t place_arrived[kConsumerWarps];  // the same of each head of a bundle
+  int32_t place_arrived[kConsumerWarps];  // the same for the warps of a place, by the first of them
   Work slots[kSlots];
   float2 stats[kConsumerWarps][8];  // maximum and sum of the rows that warps combine
 };

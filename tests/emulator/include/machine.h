@@ -53,7 +53,8 @@ struct Warp {
   Meeting meetings[2];  // by turns, so that one is read while lanes arrive at the next
   int turns[kWarpSize] = {};
   std::deque<std::vector<std::function<void()>>>
-      groups;  // committed products, and those being collected last
+      groups;          // committed products, and those being collected last
+  uint64_t awake = 0;  // sleeps until then
 };
 
 struct Copy {
@@ -234,7 +235,7 @@ class Machine {
       }
       if (!ran) break;
       any = true;
-    } while (random(32) != 0);
+    } while (random(8) != 0);
     return any;
   }
 
@@ -308,11 +309,17 @@ inline void Machine::run(int blocks, int threads, size_t shared_bytes, uint64_t 
     return true;
   };
   int idle = 0;  // looks in vain in a row
+  uint64_t now = 0;
   while (!running.empty()) {
     Block& any = all[random(uint32_t(blocks))];
     bool progress = random(2) == 0 && land(any);
     const size_t pick = random(uint32_t(running.size()));
-    progress |= run_warp(*running[pick].first, running[pick].second);
+    // Now and then a warp falls behind all others, wherever it stands.
+    Warp& picked = *running[pick].first->warps[running[pick].second];
+    if (picked.awake <= ++now) {
+      progress |= run_warp(*running[pick].first, running[pick].second);
+      if (random(16) == 0) picked.awake = now + 32 * running.size();
+    }
     if (done(*running[pick].first->warps[running[pick].second])) {
       running[pick] = running.back();
       running.pop_back();

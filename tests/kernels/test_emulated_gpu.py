@@ -90,6 +90,13 @@ def test_windows_sinks_scattered_pages_and_queues(name: str) -> None:
     check(batch(spec, q_lens, kv_lens, **fields))
 
 
+@pytest.mark.parametrize("name", ["wgmma", "mma", "unmeasured", "unmeasured, copy engine"], indirect=True)
+def test_a_prefill_of_many_laps_of_the_ring(name: str) -> None:
+    """A stage that is given back too early is overwritten under products that are still to come."""
+    spec = layer(name, num_qo_heads=4, num_kv_heads=2)
+    check(replace(batch(spec, (250, 130), (2000, 1500)), num_ctas=3))
+
+
 def test_prefixes_read_once(name: str) -> None:
     """Two levels, requests in any order, one that shares nothing."""
     spec = layer(name, page_size=16)

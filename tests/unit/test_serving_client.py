@@ -41,9 +41,12 @@ def test_a_stream_is_read(tmp_path: Path, name: str, samples: int) -> None:
         assert outcome.tokens == [0, 1, 2, 3]
         assert outcome.count == 4 * samples
         assert [len(times) for times in outcome.times] == [4] * samples
-        assert all(0.001 < times[0] < times[-1] < 5 for times in outcome.times)
+        assert all(0.001 < times[0] <= times[-1] < 5 for times in outcome.times)
+        assert all(times == sorted(times) for times in outcome.times)
         assert outcome.sent is not None
         assert 0 <= outcome.sent < 1
+    # A client that waits for a core may read all pieces of a stream at once, but not of every stream.
+    assert any(times[0] < times[-1] for outcome in run.outcomes for times in outcome.times)
     assert run.seconds >= 0.1
     assert run.loop_lags
     body = FakeServer.bodies[0]

@@ -41,6 +41,8 @@ def main() -> None:
     parser.add_argument("--fa3-library", type=Path)
     parser.add_argument("--runs", type=int, default=3)
     chosen = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("expected a CUDA device to measure on; torch sees none")
     if chosen.fa3_library:
         use_library(chosen.fa3_library)
     device = torch.device("cuda", torch.cuda.current_device())

@@ -331,7 +331,8 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
     }
     if (may_finish && r == 0 && leads_place) control.place_arrived[x.warp] = arrived == w.num_items - 1;
     sync();
-    if (may_finish && r == 0) finishes = *static_cast<volatile int32_t*>(&control.place_arrived[x.warp - x.member]);
+    if (may_finish && r == 0)
+      finishes = *static_cast<volatile int32_t*>(&control.place_arrived[x.warp - x.member]);
     for (int i = x.member * 32 + x.lane; i < rows * kVectors; i += threads) {
       const int out_row = i / kVectors, vector = i % kVectors;
       // Unrolled over as many warps as there can be, so that all reads are under way together.

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,9 @@ import torch
 from torch import Tensor
 
 from fi_backend import AttentionSpec, BatchAttention, BlockSparseAttention, PageTable
-from fi_backend.benchmarks.cuda.graphs import CapturedGraph
 from fi_backend.benchmarks.interval import ratio_with_upper_bound
 from fi_backend.benchmarks.record import gpu_provenance, provenance
+from fi_backend.benchmarks.step_clock import step_clock
 from fi_backend.cli.probes.host import cpu_name
 
 WINDOW, CONTEXT, PAGE, BLOCK = 1024, 65536, 16, 64
@@ -111,7 +110,7 @@ def blocks(rows: int, cols: int, num_heads: int, device: torch.device) -> tuple[
 
 def compare(sparse: Step, plain: Step, device: torch.device, runs: int) -> dict[str, Any]:
     """Return medians in microseconds, the ratio, and its upper 95 % bound."""
-    clocks = [_clock(step, device) for step in (sparse, plain)]
+    clocks = [step_clock(step, device) for step in (sparse, plain)]
     pairs = [[clock() for clock in clocks] for _ in range(runs)]
     ours, peer = (list(series) for series in zip(*pairs, strict=True))
     ratio, bound = ratio_with_upper_bound(ours, peer)
@@ -121,19 +120,6 @@ def compare(sparse: Step, plain: Step, device: torch.device, runs: int) -> dict[
         "ratio": ratio,
         "bound": bound,
     }
-
-
-def _clock(step: Step, device: torch.device) -> Callable[[], float]:
-    if device.type == "cuda":
-        return CapturedGraph(device, step).time_us
-    step()
-
-    def once() -> float:
-        begin = time.thread_time()
-        step()
-        return (time.thread_time() - begin) * 1e6
-
-    return lambda: statistics.median(once() for _ in range(9))
 
 
 if __name__ == "__main__":

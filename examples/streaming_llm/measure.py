@@ -14,20 +14,17 @@ import argparse
 import json
 import os
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from streaming import FusedStreaming, RollingPages, UnfusedStreaming
-from torch import Tensor
 
 from fi_backend import AttentionSpec
-from fi_backend.benchmarks.cuda.graphs import CapturedGraph
 from fi_backend.benchmarks.interval import ratio_with_upper_bound
 from fi_backend.benchmarks.record import gpu_provenance, provenance
+from fi_backend.benchmarks.step_clock import step_clock
 from fi_backend.cli.probes.host import cpu_name
 
 PAGE = 16
@@ -90,7 +87,7 @@ def measure(
     steps = []
     for layer in (fused, unfused):
         layer.plan(starts)
-        steps.append(_timed(lambda layer=layer: layer.run(q), device))
+        steps.append(step_clock(lambda layer=layer: layer.run(q), device, repeats=3))
     expected = unfused.run(q).float()
     error = float((fused.run(q).float() - expected).abs().max() / expected.abs().max())
     if not error < 0.05:
@@ -106,20 +103,6 @@ def measure(
         "bound": bound,
         "error": error,
     }
-
-
-def _timed(step: Callable[[], Tensor], device: torch.device) -> Callable[[], float]:
-    """Return a function that measures the step once more: microseconds."""
-    if device.type == "cuda":
-        return CapturedGraph(device, step).time_us
-    step()  # compiles what there is to compile
-
-    def once() -> float:
-        begin = time.thread_time()
-        step()
-        return (time.thread_time() - begin) * 1e6
-
-    return lambda: statistics.median(once() for _ in range(3))
 
 
 if __name__ == "__main__":

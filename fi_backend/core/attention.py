@@ -248,8 +248,7 @@ class BatchAttention:
         expect_given("sinks", sinks, spec.sinks)
         if self._variant is None and variant_args:
             raise ValueError("variant_args: expected None without a variant; got some.")
-        attention_call.run_attention(
-            self._kernel,
+        arguments = kernels.arguments(
             spec,
             q,
             k_cache,
@@ -267,8 +266,9 @@ class BatchAttention:
             out,
             lse,
             self.num_ctas,
-            None if self._variant is None else self._variant.values(variant_args),
         )
+        values = None if self._variant is None else self._variant.values(variant_args)
+        attention_call.run_attention(self._kernel, arguments, values)
         if self.device.type == "cuda" and env.debug():
             self._plan_buffer.raise_faults(self.planner.layout)
         return out

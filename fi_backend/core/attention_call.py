@@ -14,9 +14,6 @@ from torch import Tensor
 
 from fi_backend import env
 from fi_backend.core import kernels, ops
-from fi_backend.core.custom_mask import PackedMask
-from fi_backend.core.page_table import PageTable
-from fi_backend.core.spec import AttentionSpec
 from fi_backend.core.variant_args import VariantValues
 
 _SCHEMA = (
@@ -29,52 +26,14 @@ _SCHEMA = (
 )
 
 
-def run_attention(
-    kernel: str,
-    spec: AttentionSpec,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qo_indptr: Tensor,
-    table: PageTable,
-    mask: PackedMask | None,
-    plan: Tensor,
-    capacity: Tensor,
-    workspace: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
-    num_ctas: int,
-    variant: VariantValues | None = None,
-) -> None:
-    """Run a planned step; arguments as in BatchAttention.run() and .plan(); num_ctas: the grid on CUDA.
+def run_attention(kernel: str, arguments: tuple[Any, ...], variant: VariantValues | None = None) -> None:
+    """Run a planned step.
 
-    variant: the arguments of the variant that `kernel` was compiled with.
+    kernel: the name that kernels.attention_key() gave it. arguments: those of kernels.arguments(). variant:
+    the arguments of the variant that `kernel` was compiled with.
 
     Raises ValueError or TypeError naming the argument before anything is written.
     """
-    arguments = kernels.arguments(
-        spec,
-        q,
-        k_cache,
-        v_cache,
-        qo_indptr,
-        table,
-        mask,
-        plan,
-        capacity,
-        workspace,
-        k_scale,
-        v_scale,
-        alibi_slopes,
-        sinks,
-        out,
-        lse,
-        num_ctas,
-    )
     if torch.compiler.is_compiling():
         if variant is None:
             torch.ops.fi_backend.attention(kernel, *arguments)

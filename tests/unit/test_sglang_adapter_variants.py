@@ -13,14 +13,15 @@ from sglang_cpu import Shape
 pytest.importorskip("sglang", reason="SGLang is not installed")
 
 import sglang_step
+from layer_plugins import decide, shipped_plugins
 from oracle import attention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_graph import Graph
 from sglang_step import Engine, run_all
 
-from fi_backend import AttentionVariant, UnsupportedError, variants
+from fi_backend import AttentionVariant, UnsupportedError
 from fi_backend.adapters.sglang.backend import FiAttnBackend
-from fi_backend.hooks import AttentionLayer, LayerVariant, Plugins, hookimpl
+from fi_backend.hooks import LayerVariant, Plugins
 from fi_backend.variants import ALIBI, OUTPUT_SCALE
 
 HEADS = Shape().heads
@@ -30,26 +31,7 @@ BY_NAME = {"fi_backend": {"variant": "alibi", "variant_args": {"slopes": SLOPES.
 
 @pytest.fixture(autouse=True)
 def plugins(monkeypatch: pytest.MonkeyPatch) -> Plugins:
-    """The shipped variants, whatever packages are installed."""
-    found = Plugins()
-    found.register(variants, "shipped")
-    monkeypatch.setattr("fi_backend.adapters.layer_variants.plugins", lambda: found)
-    monkeypatch.setattr("fi_backend.hooks.plugins", lambda: found)
-    return found
-
-
-def decide(plugins: Plugins, answer: Any) -> list[AttentionLayer]:
-    """Register a plug-in that answers with `answer(layer)`; returns the list of layers it is asked about."""
-    asked: list[AttentionLayer] = []
-
-    class Decides:
-        @hookimpl
-        def fi_backend_layer_variant(self, layer: AttentionLayer) -> Any:
-            asked.append(layer)
-            return answer(layer)
-
-    plugins.register(Decides(), "decides")
-    return asked
+    return shipped_plugins(monkeypatch)
 
 
 @pytest.fixture

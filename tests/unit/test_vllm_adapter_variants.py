@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from layer_plugins import decide, shipped_plugins
 from numeric import assert_close
 from oracle import attention
 from vllm_step import (
@@ -26,11 +27,11 @@ from vllm_step import (
     stand_in_config,
 )
 
-from fi_backend import AttentionVariant, UnsupportedError, variants
+from fi_backend import AttentionVariant, UnsupportedError
 from fi_backend.adapters.vllm import translate
 from fi_backend.adapters.vllm.impl import FiAttentionImpl
 from fi_backend.core.counters import counters
-from fi_backend.hooks import AttentionLayer, LayerVariant, Plugins, hookimpl
+from fi_backend.hooks import LayerVariant, Plugins
 from fi_backend.variants import ALIBI, OUTPUT_SCALE
 
 SCALE = HEAD_DIM**-0.5
@@ -46,31 +47,12 @@ def scaled(factor: float) -> LayerVariant:
 
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> Plugins:
-    """The shipped variants, whatever packages are installed."""
-    found = Plugins()
-    found.register(variants, "shipped")
-    monkeypatch.setattr("fi_backend.adapters.layer_variants.plugins", lambda: found)
-    monkeypatch.setattr("fi_backend.hooks.plugins", lambda: found)
-    return found
+    return shipped_plugins(monkeypatch)
 
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch, plugins: Plugins) -> Any:
     return stand_in_config(monkeypatch)
-
-
-def decide(plugins: Plugins, answer: Any) -> list[AttentionLayer]:
-    """Register a plug-in that answers with `answer(layer)`; returns the list of layers it is asked about."""
-    asked: list[AttentionLayer] = []
-
-    class Decides:
-        @hookimpl
-        def fi_backend_layer_variant(self, layer: AttentionLayer) -> Any:
-            asked.append(layer)
-            return answer(layer)
-
-    plugins.register(Decides(), "decides")
-    return asked
 
 
 class Step:

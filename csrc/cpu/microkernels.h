@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The matrix products of one KV tile in float. Every element of a result is one chain of fused multiply-adds
-// over an ascending index, however many rows are handled together: a row's bits do not depend on its
-// neighbours. `ahead` is called between steps: a place to ask for the memory of the next tile.
+// The matrix products of one KV tile in float. Every element of a result is a chain of fused multiply-adds
+// over an ascending index, or a sum of such chains of fixed length, however many rows are handled together: a
+// row's bits do not depend on its neighbours. `ahead` is called between steps: a place to ask for the memory
+// of the next tile.
 #pragma once
 #include <type_traits>
 
@@ -67,28 +68,37 @@ void transpose_keys(const KV* const* rows, int begin, int end, int dim, float* k
   }
 }
 
+// Products of one chain of a logit. The rounding of a chain grows as the square root of its length: one over
+// 512 dimensions strays twice as far as four over 128.
+inline constexpr int kChain = 128;
+
 // s[r][key] = sum over d of q[r][d] * kt[d][key], for the key vectors that overlap [begin, end).
 template <int R>
 void dot_keys(const float* q, int q_stride, const float* kt, int begin, int end, int dim, float* s) {
   constexpr int kStep = kColVecs * kLanes;
-  for (int c = begin / kStep * kStep; c < end; c += kStep) {
-    Vec acc[R][kColVecs] = {};
-    for (int d = 0; d < dim; ++d) {
-      Vec k[kColVecs];
+  for (int c = begin / kStep * kStep; c < end; c += kStep)
+    for (int first = 0; first == 0 || first < dim; first += kChain) {
+      const int last = dim - first < kChain ? dim : first + kChain;
+      Vec acc[R][kColVecs] = {};
+      for (int d = first; d < last; ++d) {
+        Vec k[kColVecs];
 #pragma GCC unroll 4
-      for (int j = 0; j < kColVecs; ++j) k[j] = load(kt + int64_t(d) * kKeyTile + c + j * kLanes);
+        for (int j = 0; j < kColVecs; ++j) k[j] = load(kt + int64_t(d) * kKeyTile + c + j * kLanes);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const Vec x = splat(q[r * q_stride + d]);
+        for (int r = 0; r < R; ++r) {
+          const Vec x = splat(q[r * q_stride + d]);
 #pragma GCC unroll 4
-        for (int j = 0; j < kColVecs; ++j) acc[r][j] = fma(x, k[j], acc[r][j]);
+          for (int j = 0; j < kColVecs; ++j) acc[r][j] = fma(x, k[j], acc[r][j]);
+        }
       }
-    }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
+      for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int j = 0; j < kColVecs; ++j) store(s + r * kKeyTile + c + j * kLanes, acc[r][j]);
-  }
+        for (int j = 0; j < kColVecs; ++j) {
+          float* to = s + r * kKeyTile + c + j * kLanes;
+          store(to, first == 0 ? acc[r][j] : load(to) + acc[r][j]);
+        }
+    }
 }
 
 // o[r][d .. d + N lanes) += sum over keys in [begin, end) of p[r][key] * rows[key][d ..).

@@ -95,13 +95,13 @@ struct Draws {
     return from_back ? tickets - int(gridDim.x) + int(blockIdx.x) : int(blockIdx.x);
   }
 
-  // The next ticket, `tickets` where there is none.
+  // The next ticket, `tickets` or more where there is none.
   __device__ __forceinline__ int draw(int32_t* counters) const {
     const int ctas = int(gridDim.x);
     if (back == 0) {
       const int before = atomicAdd(counters + kTicket, 1);
       if (before == tickets - 1) counters[kTicket] = 0;
-      return min(ctas + before, tickets);
+      return ctas + before;
     }
     auto* both = reinterpret_cast<unsigned long long*>(counters + kBothEnds);
     const unsigned long long before = atomicAdd(both, from_back ? 1ull << 32 : 1ull);

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from tiny_module import RecordingCompiler, TinyModule
+from tiny_module import RecordingCompiler, TinyModule, kill_session
 
 from fi_backend.core.jit import cache as jit_cache
 
@@ -50,8 +49,7 @@ def test_a_killed_build_leaves_no_module_and_blocks_nobody(tiny: TinyModule, tmp
     while compiler.compilations() == 0:
         assert time.monotonic() < deadline, "the build did not start"
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    kill_session(process)
     assert not list(cache.glob("tiny-*"))
     [left] = cache.glob(".build-*")
     os.utime(left, (0, 0))  # as if it had been left long ago

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,3 +119,29 @@ class RecordingCompiler:
 
     def compilations(self) -> int:
         return len(self.log.read_text().splitlines()) if self.log.exists() else 0
+
+
+def kill_session(leader: subprocess.Popen[str]) -> None:
+    """Kill everything that `leader`, the first process of a session of its own, started, and reap it.
+
+    ninja gives each compiler a process group of its own: killing the leader's group would leave compilers
+    behind that write into the build folder. A session holds them all. Repeated: one may start another.
+    """
+    while members := list(_session_members(leader.pid)):
+        for member in members:
+            try:
+                os.kill(member, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    leader.communicate()
+
+
+def _session_members(session: int) -> Iterator[int]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            # After the name in parentheses, which may hold anything: state, parent, group, session (proc(5)).
+            state, _, _, found, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(found) == session and state not in "ZX":
+            yield int(folder.name)

@@ -222,7 +222,7 @@ class Session:
                 arrival.answer,
                 arrival.at,
                 arrival.samples,
-                seed=self.settings.seed + index,
+                prefix=arrival.prefix,
             )
             for index, arrival in enumerate(arrivals)
         ]

@@ -18,6 +18,7 @@ import torch
 from fi_backend.core import jit, kernels, support
 from fi_backend.core.planner import CostModel
 from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.variant import AttentionVariant
 
 FOLDER = Path(__file__).parent / "emulator"
 HEADERS = FOLDER / "include"
@@ -34,14 +35,11 @@ def attention_module(
 ) -> jit.ModuleSpec:
     """The module of `spec` for the GPU `arch`, emulated, with further defines."""
     module = kernels.cuda_attention_module(spec, arch)
-    defines = module.defines + further
-    if arch == "sm_90a":
-        defines += (("__CUDA_ARCH_FEAT_SM90_ALL", "1"),)
     return replace(
         module,
         name="_".join((module.name, arch, *(name.lower() for name, _ in further), "emulated")),
         sources=(str(FOLDER / "attention.cc"),),
-        defines=defines,
+        defines=module.defines + further,
         arch="cpu",
         generated=headers(),
         recipe="",
@@ -62,8 +60,10 @@ def install(
     def module(spec: AttentionSpec, device: str | torch.device = "cpu") -> jit.ModuleSpec:
         return attention_module(spec, arch, further)
 
-    def tiles(spec: AttentionSpec, device: str | torch.device) -> tuple[int, int]:
-        return query_tiles(spec, "cuda")
+    def tiles(
+        spec: AttentionSpec, device: str | torch.device, variant: AttentionVariant | None = None
+    ) -> tuple[int, int]:
+        return query_tiles(spec, "cuda", variant, arch=arch)
 
     def costs(spec: AttentionSpec, device: str | torch.device, costs: CostModel | None) -> CostModel:
         return cost_model(spec, "cuda", costs)

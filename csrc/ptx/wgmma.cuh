@@ -95,6 +95,28 @@ __device__ __forceinline__ void wgmma_m64k16(float (*d)[4], const uint32_t (&a)[
   if constexpr (kN == 16 && !kBf16) FI_WGMMA(128, 64, "f16", 64, 65, 66, 67, 68, 69, 70);
 }
 
+// Both descriptors and scale-d are operands A, B and S.
+#define FI_WGMMA_SHARED(n, r, type, a, b, s)                                                      \
+  asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %" #s                                          \
+               ", 0;\n"                                                                           \
+               " wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FI_NAMES_##r \
+               "}, %" #a ", %" #b ", p, 1, 1, 0, 0;\n}"                                           \
+               : FI_ACCUMULATORS_##r(d)                                                           \
+               : "l"(a_matrix), "l"(b_matrix), "r"(accumulate))
+
+// The same with both matrices in shared memory, their rows along K.
+template <typename T, int kN>
+__device__ __forceinline__ void wgmma_m64k16(float (*d)[4], uint64_t a_matrix, uint64_t b_matrix,
+                                             int accumulate) {
+  constexpr bool kBf16 = __is_same(T, __nv_bfloat16);
+  static_assert(kN == 4 || kN == 8);
+  if constexpr (kN == 4 && kBf16) FI_WGMMA_SHARED(32, 16, "bf16", 16, 17, 18);
+  if constexpr (kN == 8 && kBf16) FI_WGMMA_SHARED(64, 32, "bf16", 32, 33, 34);
+  if constexpr (kN == 4 && !kBf16) FI_WGMMA_SHARED(32, 16, "f16", 16, 17, 18);
+  if constexpr (kN == 8 && !kBf16) FI_WGMMA_SHARED(64, 32, "f16", 32, 33, 34);
+}
+
+#undef FI_WGMMA_SHARED
 #undef FI_WGMMA
 #undef FI_NAMES_64
 #undef FI_NAMES_32

@@ -4,6 +4,7 @@
 // warp's arithmetic until the states are combined at the end.
 #pragma once
 #include "ptx/ldmatrix.cuh"
+#include "ptx/wgmma.cuh"
 #include "softmax.cuh"
 #include "turned_keys.cuh"
 #include "work.cuh"
@@ -74,9 +75,12 @@ struct Consumer {
   __device__ __forceinline__ int place() const { return kBundles<Traits> ? warp / members : group; }
   __device__ __forceinline__ int kv_head() const { return in_bundle() ? w.kv_head + place() : w.kv_head; }
 
-  // Barrier between the warps that share the columns of the same rows.
+  // Barrier between the warps that share a slice: the columns of the same rows, or a warpgroup's queries,
+  // which lie where narrower tiles have the slices of any warp.
   __device__ __forceinline__ void sync_columns() const {
-    if constexpr (Traits::kColumnWarps == 1)
+    if constexpr (kWideHeads<Traits>)
+      ptx::named_barrier(kWideBarrier, kConsumers);
+    else if constexpr (Traits::kColumnWarps == 1)
       __syncwarp();
     else
       ptx::named_barrier(10 + pair, 32 * Traits::kColumnWarps);
@@ -84,7 +88,14 @@ struct Consumer {
 
   // Where this warp's own columns leave through shared memory.
   __device__ __forceinline__ char* own_slice() const {
+    if constexpr (kWideHeads<Traits>) return slice + warp % 4 * tile_bytes(16, Traits::kWarpColumns * 2);
     return slice + column_warp * (Traits::kSliceBytes / Traits::kColumnWarps);
+  }
+
+  // Offset of 16 bytes of this warp's queries in its slice.
+  __device__ __forceinline__ uint32_t query_at(int row, int chunk) const {
+    if constexpr (kWideHeads<Traits>) return swizzled(kWideRows, warp % 4 * 16 + row, chunk);
+    return swizzled(16, row, chunk);
   }
 
   // Row of the tile that element r (0, 1) of a fragment holds in this lane.
@@ -94,7 +105,8 @@ struct Consumer {
                                       int tid, char* shared)
       : p(p_), c(c_), w(w_), warp(tid / 32), lane(tid % 32) {
     pair = warp / Traits::kColumnWarps;
-    slice = shared + pair * Traits::kSliceBytes;
+    slice = shared + (kWideHeads<Traits> ? warp / 4 * tile_bytes(kWideRows, Traits::kHeadDim * 2)
+                                         : pair * Traits::kSliceBytes);
     members = Traits::kMaxGroups / (kBundles<Traits> ? row_groups(w) << w.heads_log2 : row_groups(w));
     column_warp = warp % Traits::kColumnWarps;
     group = in_bundle() ? 0 : warp / Traits::kColumnWarps / members;
@@ -174,9 +186,10 @@ struct Consumer {
         *reinterpret_cast<uint2*>(slice + swizzled(16, row, block) + half) = make_uint2(x.x, x.z);
         *reinterpret_cast<uint2*>(slice + swizzled(16, row, block + 1) + half) = make_uint2(x.y, x.w);
       } else {
-        *reinterpret_cast<uint4*>(slice + swizzled(16, row, chunk)) = x;
+        *reinterpret_cast<uint4*>(slice + query_at(row, chunk)) = x;
       }
     }
+    if constexpr (kWideHeads<Traits>) ptx::fence_async_shared();
     sync_columns();
   }
 

@@ -81,8 +81,18 @@ template <class Traits>
 __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                          const Work& w, int tid, char* shared, uint32_t stages,
                                          const Ring<Traits::kStages>& stage, int tiles) {
+  if constexpr (Traits::kReadsQueries && !Variant::kTransformsKey) {
+    if (1 << w.tile_log2 == kMaxQueryTile) {
+      Consumer<WideHeads<Traits>> wide(p, c, w, tid, shared);
+      sm90::Wide<WideHeads<Traits>>::attend(wide, control, stages, stage, tiles);
+      if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
+      store(wide);
+      wide.sync_columns();  // narrower tiles share the slices in another way
+      return false;
+    }
+  }
   Consumer<Traits> x(p, c, w, tid, shared);
-  if constexpr (Traits::kWgmma && !Variant::kTransformsKey) {
+  if constexpr (Traits::kWgmma && !Traits::kReadsQueries && !Variant::kTransformsKey) {
     if (x.members == 1 && !x.in_bundle()) {
       Ring<Traits::kStages> first = stage;
       if (kRingQueries<Traits> && w.query_tiles) {
@@ -183,7 +193,7 @@ template <class Traits>
 __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                         char* shared, uint32_t stages) {
   const int tid = threadIdx.x;
-  if constexpr (Traits::kWgmma) sm90::Wide<Traits>::give_first_turn();
+  if constexpr (Traits::kWgmma) sm90::give_first_turn<Traits>();
   Ring<Traits::kStages> stage;
   Ring<kSlots> slot;
   while (true) {

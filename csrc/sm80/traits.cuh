@@ -18,15 +18,19 @@ inline constexpr int kGuideWarp = kSchedulerWarp + 1;
 inline constexpr int kThreads = (kGuideWarp + 1) * 32;
 static_assert(kThreads == kConsumers + 128, "a whole warpgroup beside the consumers");
 
-// Where registers can be moved between warpgroups (sm_90a), consumers take most of those of the others.
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-inline constexpr bool kMovesRegisters = true;
-#else
-inline constexpr bool kMovesRegisters = false;
+// Whether the target is sm_90a: known to the host's half of a compilation too, which counts shared memory.
+#if !defined(FI_SM90A)
+#define FI_SM90A 0
 #endif
+#if defined(__CUDA_ARCH__) && FI_SM90A != defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "FI_SM90A: expected 1 for sm_90a, and 0 for all other targets"
+#endif
+// Where registers can be moved between warpgroups, consumers take most of those of the others.
+inline constexpr bool kMovesRegisters = FI_SM90A;
 inline constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
 
 inline constexpr int kRowBytes = 128;  // a swizzled row
+inline constexpr int kWideRows = 64;   // rows of one operand of wgmma
 inline constexpr int kMaxStages = 8;
 inline constexpr int kSlots = 4;     // work items between the scheduler and the slowest consumer
 inline constexpr int kRowTiles = 6;  // tiles whose rows the guide has found and no producer has fetched
@@ -60,20 +64,25 @@ struct Traits {
   static constexpr int kKChunks = kHeadDim * int(sizeof(TKV)) / 16;  // 16-byte chunks of a row of K
   static constexpr int kVChunks = kHeadDimV * int(sizeof(TKV)) / 16;
   // Heads wider than 128 share the output columns of a row between two warps, which both compute its logits.
-  static constexpr int kColumnWarps = max_of(kHeadDim, kHeadDimV) > 128 ? 2 : 1;
+  // Where registers can be moved, keys alone may be wider.
+  static constexpr int kColumnWarps =
+      (kMovesRegisters ? kHeadDimV : max_of(kHeadDim, kHeadDimV)) > 128 ? 2 : 1;
   static constexpr int kMaxGroups = kConsumerWarps / kColumnWarps;  // of 16 rows
   static constexpr int kWarpColumns = kHeadDimV / kColumnWarps;
   static_assert(kWarpColumns % 16 == 0);
   // Tiles of 128 rows are multiplied by warpgroups (sm90/wide.cuh).
-  static constexpr bool kWgmma = kMovesRegisters && !kFp8 && !kInvariant && kColumnWarps == 1;
+  static constexpr bool kWgmma = kMovesRegisters && !kFp8 && !kInvariant;
   // Fragments of the queries stay in registers where the output leaves room for them.
   static constexpr bool kQInRegisters = kMovesRegisters && kHeadDim <= 128;
+  // Otherwise wgmma reads them from shared memory, 64 rows as one operand (WideHeads).
+  static constexpr bool kReadsQueries = kWgmma && !kQInRegisters;
 
   // A slice for the warps of 16 rows: queries on the way in; states and results on the way out.
   static constexpr int kSliceBytes =
       max_of(tile_bytes(16, kHeadDim * 2),
              kColumnWarps* max_of(tile_bytes(16, kWarpColumns * 2), 8 * kWarpColumns * 4));
-  static constexpr int kQBytes = kMaxGroups * kSliceBytes;
+  static constexpr int kQBytes =
+      max_of(kMaxGroups * kSliceBytes, kReadsQueries ? 2 * tile_bytes(kWideRows, kHeadDim * 2) : 0);
   static constexpr int kControlBytes = 1536;
 
   // Keys of one pipeline stage and of one softmax update: 64, or 32 where shared memory is short.
@@ -85,15 +94,28 @@ struct Traits {
     return min_of(kMaxStages, (kMaxSharedBytes - fixed_bytes(keys)) / stage_bytes(keys));
   }
   // Full barriers tell two laps of the ring apart, and a warp looks at most as many tiles ahead as share a
-  // row.
-  static constexpr int kKvTile = 2 * stages(64) >= kMaxGroups && stages(64) >= 2 ? 64 : 32;
+  // row. wgmma reads two tiles at once.
+  static constexpr int kLeastStages = kWgmma ? 3 : 2;
+  static constexpr int kKvTile = 2 * stages(64) >= kMaxGroups && stages(64) >= kLeastStages ? 64 : 32;
   static constexpr int kStages = stages(kKvTile);
-  static_assert(kStages >= 2 && 2 * kStages >= kMaxGroups,
-                "too little shared memory for two pipeline stages");
+  static_assert(kStages >= kLeastStages && 2 * kStages >= kMaxGroups, "too little shared memory");
   static constexpr int kKBytes = tile_bytes(kKvTile, kKChunks * 16);
   static constexpr int kStageBytes = stage_bytes(kKvTile);
   static constexpr int kSharedBytes = fixed_bytes(kKvTile) + kStages * kStageBytes;
 };
+
+// The instance as tiles of 128 rows see it whose queries wgmma reads from shared memory: a warp holds 16 rows
+// with all their columns.
+template <class Base>
+struct WideHeads : Base {
+  static_assert(Base::kReadsQueries);
+  static constexpr int kColumnWarps = 1, kMaxGroups = kConsumerWarps, kWarpColumns = Base::kHeadDimV;
+};
+template <class Traits>
+inline constexpr bool kWideHeads = false;
+template <class Base>
+inline constexpr bool kWideHeads<WideHeads<Base>> = true;
+inline constexpr int kWideBarrier = 9;  // of all consumers, in tiles of wide heads
 
 // Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows.
 __device__ __forceinline__ uint32_t swizzled(int rows, int row, int chunk) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tiles of 128 packed rows on Hopper: each of two warpgroups holds 64 rows and multiplies them by wgmma. The
 // layout of fragments and of shared memory is mma.sync's, so that all else is shared with the sm_80 template.
+// Queries are fragments too where heads are no wider than 128, and lie in shared memory otherwise.
 #pragma once
 #include "../sm80/epilogue.cuh"
 #include "ptx/wgmma.cuh"
@@ -8,6 +9,20 @@
 namespace fi::sm90 {
 
 using sm80::kRowBytes;
+
+// Products are started by turns, by warpgroup 0 first and as often by the other.
+template <class Traits>
+struct Turns {
+  // Named barriers: of warpgroup 0, and of warpgroup 1.
+  static constexpr int kFirst = Traits::kReadsQueries ? 14 : 12;
+  __device__ __forceinline__ static int mine() { return kFirst + int(threadIdx.x / 128); }
+  __device__ __forceinline__ static int other() { return kFirst + 1 - int(threadIdx.x / 128); }
+};
+
+template <class Traits>
+__device__ __forceinline__ void give_first_turn() {
+  if (FI_TURNS && threadIdx.x / 128 == 1) ptx::named_barrier_arrive(Turns<Traits>::other(), sm80::kConsumers);
+}
 
 template <class Traits>
 struct Wide {
@@ -26,22 +41,34 @@ struct Wide {
                 "the swizzle counts rows from multiples of 1024 bytes");
   // Tiles that are taken together: what surrounds the products costs as much for one as for two, but two
   // leave no registers for masks and transforms.
-  static constexpr int kStep = sm80::kTransform || sm80::kMask ? 1 : 2;
-  static_assert(Traits::kStages >= 2 * kStep,
+  // While two steps' tiles are read, others must be on their way.
+  static constexpr int kStep = sm80::kTransform || sm80::kMask || Traits::kStages < 6 ? 1 : 2;
+  static_assert(Traits::kStages > 2 * kStep,
                 "the next step's tiles are waited for while this one's are still read");
 
   // The same value in all lanes, and known to be: descriptors are computed once a warp, not in each lane.
   __device__ __forceinline__ static uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
 
   // The queries times a tile of K.
-  __device__ __forceinline__ static void multiply_keys(float (*s)[4], const uint32_t (&q)[kQSteps][4],
-                                                       uint32_t k_tile) {
+  __device__ __forceinline__ static void multiply_keys(float (*s)[4], const Consumer& x, uint32_t k_tile) {
     const uint32_t keys = uniform(ptx::descriptor_low(k_tile, 0));
+    [[maybe_unused]] uint32_t queries = 0;
+    if constexpr (Traits::kReadsQueries)
+      queries = uniform(ptx::descriptor_low(ptx::shared_address(x.slice), 0));
 #pragma unroll
-    for (int step = 0; step < kQSteps; ++step)
-      ptx::wgmma_m64k16<T, kTiles, 0>(
-          s, q[step], ptx::descriptor(keys + (step / 4 * kColumnBytes + step % 4 * 32) / 16, kEightRows),
-          step > 0);
+    for (int step = 0; step < kQSteps; ++step) {
+      const uint64_t k = ptx::descriptor(keys + columns_at(kKvTile, step) / 16, kEightRows);
+      if constexpr (Traits::kReadsQueries)
+        ptx::wgmma_m64k16<T, kTiles>(
+            s, ptx::descriptor(queries + columns_at(sm80::kWideRows, step) / 16, kEightRows), k, step > 0);
+      else
+        ptx::wgmma_m64k16<T, kTiles, 0>(s, x.q[step], k, step > 0);
+    }
+  }
+
+  // Where kstep `step` begins in a tile of `rows` rows.
+  static constexpr int columns_at(int rows, int step) {
+    return step / 4 * rows * kRowBytes + step % 4 * 32;
   }
 
   // Weights times a tile of V, output fragments from kFirst on, in pieces that wgmma has: of 16, 8, 4 or 2.
@@ -83,18 +110,13 @@ struct Wide {
       for (int e = 0; e < 4; ++e) x.out[n][e] *= shrink[e / 2];
   }
 
-  // Products are started between wait_turn() and end_turn(), by warpgroup 0 first and as often by the other.
-  // A turn that ends an item is the first of the next one.
-  static constexpr int kTurnBarrier = 12;
-  __device__ __forceinline__ static void give_first_turn() {
-    if (FI_TURNS && threadIdx.x / 128 == 1) ptx::named_barrier_arrive(kTurnBarrier, sm80::kConsumers);
-  }
+  // Products are started between wait_turn() and end_turn(). A turn that ends an item is the first of the
+  // next one.
   __device__ __forceinline__ static void wait_turn() {
-    if constexpr (FI_TURNS) ptx::named_barrier(kTurnBarrier + int(threadIdx.x / 128), sm80::kConsumers);
+    if constexpr (FI_TURNS) ptx::named_barrier(Turns<Traits>::mine(), sm80::kConsumers);
   }
   __device__ __forceinline__ static void end_turn() {
-    if constexpr (FI_TURNS)
-      ptx::named_barrier_arrive(kTurnBarrier + 1 - int(threadIdx.x / 128), sm80::kConsumers);
+    if constexpr (FI_TURNS) ptx::named_barrier_arrive(Turns<Traits>::other(), sm80::kConsumers);
   }
 
   // Keeps the assembler from moving the wait that follows up, in front of the arithmetic that yields `sum`,
@@ -120,7 +142,7 @@ struct Wide {
     step.wait(control);
     wait_turn();
     ptx::wgmma_fence();
-    start_logits(s, x.q, step, stages);
+    start_logits(s, x, step, stages);
     end_turn();
     ptx::wgmma_wait<0>();
     ptx::settle(s);
@@ -135,7 +157,7 @@ struct Wide {
       next.wait(control);
       wait_turn();
       ptx::wgmma_fence();
-      start_logits(s, x.q, next, stages);
+      start_logits(s, x, next, stages);
       start_values(x, weights, step, stages);
       end_turn();
       ptx::wgmma_wait<1>();
@@ -207,11 +229,10 @@ struct Wide {
       for (int e = 0; e < 4; ++e) s[t][e] = sm80::Variant::kSoftmax ? -INFINITY : 0.f;
   }
 
-  __device__ __forceinline__ static void start_logits(float (&s)[kStep * kTiles][4],
-                                                      const uint32_t (&q)[kQSteps][4], const Step& step,
-                                                      uint32_t stages) {
+  __device__ __forceinline__ static void start_logits(float (&s)[kStep * kTiles][4], const Consumer& x,
+                                                      const Step& step, uint32_t stages) {
 #pragma unroll
-    for (int i = 0; i < kStep; ++i) multiply_keys(s + i * kTiles, q, step.tile(stages, i));
+    for (int i = 0; i < kStep; ++i) multiply_keys(s + i * kTiles, x, step.tile(stages, i));
     ptx::wgmma_commit();
   }
 

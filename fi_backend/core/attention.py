@@ -81,7 +81,7 @@ class BatchAttention:
             num_ctas=self.num_ctas,
             costs=support.cost_model(spec, self.device, costs),
             planned_queues=planned_queues,
-            tiles=support.query_tiles(spec, self.device),
+            tiles=support.query_tiles(spec, self.device, self.variant),
             sharing=sharing,
             variant=self.variant,
         )
@@ -169,7 +169,7 @@ class BatchAttention:
                     raise PlanError(f"{name}: expected a host tensor, given with the other one; got none.")
             mask = pack_for(self.spec, custom_mask, q_host, kv_host, self.device)
             if detect_prefixes and self._shares("detect_prefixes"):
-                forest = found(self.spec, self.device, page_table, (q_host, kv_host), shareable)
+                forest = found(self.spec, self.planner.max_tile, page_table, (q_host, kv_host), shareable)
             elif forest is not None and not self._shares("forest"):
                 forest = None
             plan = self._plan_on_host(q_host, kv_host, forest)

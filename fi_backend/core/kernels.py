@@ -55,6 +55,7 @@ def cuda_attention_module(spec: AttentionSpec, arch: str) -> jit.ModuleSpec:
             ("FI_LOGITS_TRANSFORM", str(int(transform))),
             ("FI_LOGITS_MASK", str(int(spec.custom_mask))),
             ("FI_SHARED_KIB", str(shared_kib(arch))),
+            ("FI_SM90A", str(int(arch == "sm_90a"))),
         ),
         arch=arch,
         recipe=build_options(spec),

@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Any
 from fi_backend.core.prefix_forest import PrefixForest
 from fi_backend.core.sharing import SharingLimits, flat_reason
 from fi_backend.core.spec import AttentionSpec
-from fi_backend.core.support import query_tiles
 from fi_backend.core.variant import AttentionVariant
 from fi_backend.errors import PlanError
 
 if TYPE_CHECKING:
-    import torch
-
     from fi_backend.core.page_table import PageTable
 
 
@@ -43,11 +40,13 @@ def expect_one_source(forest: object, detect_prefixes: bool, shareable: object) 
 
 
 def found(
-    spec: AttentionSpec, device: torch.device | str, table: PageTable, lengths: tuple[Any, Any], limits: Any
+    spec: AttentionSpec, max_tile: int, table: PageTable, lengths: tuple[Any, Any], limits: Any
 ) -> PrefixForest:
-    """Return what the requests of a step share; lengths: qo_indptr and kv_lens. Raises PlanError."""
-    tile = query_tiles(spec, device)[1]
+    """Return what the requests of a step share; lengths: qo_indptr and kv_lens. Raises PlanError.
+
+    max_tile: the planner's greatest query tile.
+    """
     try:
-        return PrefixForest.of_step(table, *lengths, group=spec.group_size, max_tile=tile, limits=limits)
+        return PrefixForest.of_step(table, *lengths, group=spec.group_size, max_tile=max_tile, limits=limits)
     except ValueError as error:
         raise PlanError(str(error)) from None

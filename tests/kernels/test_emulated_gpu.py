@@ -36,6 +36,7 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "mma": ("sm_80", {"head_dim": 64, "dtype": "float16"}),
     "little shared memory": ("sm_86", {"head_dim": 128}),
     "wide heads": ("sm_90a", {"head_dim": 192, "head_dim_v": 128}),
+    "heads of 256": ("sm_90a", {"head_dim": 256}),
     "fp8": ("sm_90a", {"head_dim": 80, "kv_dtype": "float8_e4m3fn"}),
     "masks and transforms": ("sm_90a", {"head_dim": 64, "custom_mask": True, "logits_soft_cap": 20.0}),
     "batch-invariant": ("sm_80", {"head_dim": 64, "batch_invariant": True}),
@@ -90,7 +91,9 @@ def test_windows_sinks_scattered_pages_and_queues(name: str) -> None:
     check(batch(spec, q_lens, kv_lens, **fields))
 
 
-@pytest.mark.parametrize("name", ["wgmma", "mma", "unmeasured", "unmeasured, copy engine"], indirect=True)
+@pytest.mark.parametrize(
+    "name", ["wgmma", "mma", "wide heads", "unmeasured", "unmeasured, copy engine"], indirect=True
+)
 def test_a_prefill_of_many_laps_of_the_ring(name: str) -> None:
     """A stage that is given back too early is overwritten under products that are still to come."""
     spec = layer(name, num_qo_heads=4, num_kv_heads=2)

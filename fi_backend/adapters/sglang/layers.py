@@ -150,7 +150,7 @@ class Layers:
             kv_lens,
             page_size=self._page_size,
             group=spec.group_size,
-            max_tile=query_tiles(spec, self._device)[1],
+            max_tile=query_tiles(spec, self._device, kind.variant)[1],
         )
         return found if found.num_nodes else None
 

@@ -56,6 +56,7 @@ class Batch:
     gain: float = 1.0
     num_ctas: int = 2
     planned_queues: bool = False
+    longest_first: bool = True
     costs: CostModel | None = None
     seed: int = 0
     device: str = "cpu"
@@ -232,6 +233,7 @@ class EngineState:
         options: dict[str, Any] = {
             "num_ctas": batch.num_ctas,
             "planned_queues": batch.planned_queues,
+            "longest_first": batch.longest_first,
             "costs": batch.costs,
             "device": batch.device,
             "sharing": batch.sharing,

@@ -40,6 +40,7 @@ class PlanCase:
     num_ctas: int = 1
     costs: str = "gpu"
     planned_queues: bool = False
+    longest_first: bool = True
     spare: tuple[int, int, int] = (0, 0, 0)
     first_token: int = 0
     tiles: tuple[int, int] = (1, 128)
@@ -66,6 +67,7 @@ class PlanCase:
             num_ctas=self.num_ctas,
             costs=self.cost_model,
             planned_queues=self.planned_queues,
+            longest_first=self.longest_first,
             tiles=self.tiles,
             sharing=sharing,
         )

@@ -8,7 +8,7 @@
 
 namespace fi::bind {
 
-inline constexpr int64_t kConfigFields = 26;
+inline constexpr int64_t kConfigFields = 27;
 
 inline PlannerConfig read_config(TensorView config) {
   expect_vector("config", config, kInt64, kConfigFields);
@@ -32,6 +32,7 @@ inline PlannerConfig read_config(TensorView config) {
   c.sharing = {v[16 + kNumTiles], v[17 + kNumTiles], v[18 + kNumTiles]};
   c.share_cost = int32_t(v[19 + kNumTiles]);
   c.share_latency = int32_t(v[20 + kNumTiles]);
+  c.longest_first = int32_t(v[21 + kNumTiles]);
   return c;
 }
 

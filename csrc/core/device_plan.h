@@ -152,7 +152,7 @@ class DevicePlanner {
       if (count_.nodes > 0) reports = emit_nodes(tile_begin, tiles, flat_tiles);
     if (thread_ == kThreads - 1)
       write_header(budgets_.chunk(0), use, a_.qo_indptr[a_.num_requests] - a_.qo_indptr[0], reports);
-    emit_items(tiles, int32_t(use[0]), sort_shift(greatest), [&](int first_warp) {
+    emit_items(tiles, int32_t(use[0]), sort_shift(c_, greatest), [&](int first_warp) {
       if constexpr (kShares)
         if (count_.nodes > 0 && count_.single_rows)
           node_emitter(tile_begin, tiles, flat_tiles).put_single_rows(first_warp);

@@ -21,7 +21,7 @@ void sort_longest_first(const PlannerConfig& config, std::span<const WorkItem> i
     load += item.cost;
     if (item.tile_log2 >= kWideTileLog2) wide += item.cost;
   }
-  const int shift = sort_shift(uint32_t(greatest));
+  const int shift = sort_shift(config, uint32_t(greatest));
   std::array<uint32_t, kSortBuckets> position{};
   for (const WorkItem& item : items) ++position[size_t(sort_bucket(uint32_t(item.cost), shift))];
   uint32_t sum = 0;

@@ -9,8 +9,8 @@
 
 namespace fi {
 
-// Copies `items` to `sorted` by falling cost (by bucket, see plan_rules.h), ties by rising index. The
-// header's `bundled` and `back_ctas` follow from it.
+// Copies `items` to `sorted` by falling cost (by bucket, see plan_rules.h), ties by rising index; as they
+// stand where the configuration says so. The header's `bundled` and `back_ctas` follow from it.
 void sort_longest_first(const PlannerConfig& config, std::span<const WorkItem> items, WorkItem* sorted,
                         PlanHeader& header);
 

@@ -210,8 +210,10 @@ FI_HOST_DEVICE WorkItem make_item(const PlannerConfig& c, const Tile& t, const S
 inline constexpr int kSortBits = 8;
 inline constexpr int kSortBuckets = 1 << kSortBits;
 
-FI_HOST_DEVICE int sort_shift(uint32_t greatest_cost) {
+// Without the order of costs all items fall into one bucket, the last.
+FI_HOST_DEVICE int sort_shift(const PlannerConfig& c, uint32_t greatest_cost) {
   const int width = bit_width(greatest_cost);
+  if (!c.longest_first) return width;
   return width > kSortBits ? width - kSortBits : 0;
 }
 
@@ -222,10 +224,11 @@ inline constexpr int kWideTileLog2 = 6;
 
 // The header's back_ctas; load: cost of all items, wide: of those of wide tiles. The costs of the others are
 // what they take while all CTAs read; one that reads while others compute has a larger share of the memory,
-// 5/2 of its own. Both ends are to meet where all work is done.
+// 5/2 of its own. Both ends are to meet where all work is done. Without the order of costs the end is like
+// any other place.
 FI_HOST_DEVICE int32_t back_ctas(const PlannerConfig& c, int64_t load, int64_t wide) {
   const int64_t narrow = (load - wide) / 5 * 2;
-  if (wide == 0) return 0;
+  if (wide == 0 || !c.longest_first) return 0;
   const int64_t count = narrow / ((wide + narrow) / c.num_ctas + 1);
   return int32_t(count < c.num_ctas / 2 ? count : c.num_ctas / 2);
 }

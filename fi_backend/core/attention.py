@@ -42,7 +42,8 @@ class BatchAttention:
     spec: what is fixed for the layer. max_requests, max_tokens: of one step (query tokens of all requests
     together). max_kv_len: KV tokens of one request. device: where q and the caches live. num_ctas:
     workers to balance over (default: torch's intra-op threads, or one a multiprocessor). planned_queues:
-    run the queues of the paper's Algorithm 1 instead of drawing items by ticket. workspace: uint8, at
+    run the queues of the paper's Algorithm 1 instead of drawing items by ticket. longest_first: False leaves
+    the work items in the order of the requests, which changes no result. workspace: uint8, at
     least workspace_size() bytes, contents arbitrary; layers that run one after another may share it
     (default: an own one). costs: the planner's cost model (default: that of the device). sharing: capacity
     for prefixes that several requests share (default: none). variant: functors of the user, or the name of a
@@ -62,6 +63,7 @@ class BatchAttention:
         device: str | torch.device = "cpu",
         num_ctas: int | None = None,
         planned_queues: bool = False,
+        longest_first: bool = True,
         workspace: Tensor | None = None,
         costs: CostModel | None = None,
         sharing: SharingLimits | None = None,
@@ -81,6 +83,7 @@ class BatchAttention:
             num_ctas=self.num_ctas,
             costs=support.cost_model(spec, self.device, costs),
             planned_queues=planned_queues,
+            longest_first=longest_first,
             tiles=support.query_tiles(spec, self.device, self.variant),
             sharing=sharing,
             variant=self.variant,

@@ -129,9 +129,10 @@ class Planner:
     """Fills plan buffers for one spec under fixed limits, from lengths on the host or on a device.
 
     spec, limits: see there. num_ctas: CTAs (threads on a CPU) to balance over. planned_queues: also assign
-    every item to a CTA by the paper's Algorithm 1. costs: the cost model. tiles: least and greatest query
-    tile height that the kernels have, of QUERY_TILES. sharing: capacity for shared prefixes (default: none).
-    variant: the user's, which may ask for flat plans.
+    every item to a CTA by the paper's Algorithm 1. longest_first: False leaves the items in the order of the
+    requests. costs: the cost model. tiles: least and greatest query tile height that the kernels have, of
+    QUERY_TILES. sharing: capacity for shared prefixes (default: none). variant: the user's, which may ask for
+    flat plans.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class Planner:
         num_ctas: int,
         costs: CostModel,
         planned_queues: bool = False,
+        longest_first: bool = True,
         tiles: tuple[int, int] = (1, 128),
         sharing: SharingLimits | None = None,
         variant: AttentionVariant | None = None,
@@ -181,6 +183,7 @@ class Planner:
                 *(astuple(self.sharing) if self.sharing else (0, 0, 0)),
                 costs.share_cost,
                 costs.share_latency,
+                longest_first,
             ],
             dtype=np.int64,
         )

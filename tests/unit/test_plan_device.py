@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -42,26 +44,28 @@ steps = cases(max_requests=40, max_kv=60_000).filter(lambda case: not case.plann
 
 
 @share(300)
-@given(steps, st.integers(0, 2**31 - 1))
-@example(PlanCase((1,), (2_000_000,), num_ctas=264), 1)
-@example(PlanCase((1,), (2_000_000,), num_ctas=264, invariant=True, group=3, heads=2), 2)
-@example(PlanCase((1,), (1_000_000,), num_ctas=264, heads=8, invariant=True, costs="fine"), 3)
-@example(PlanCase((1,) * 50, (2**31 - 1,) * 50, num_ctas=1, heads=8), 4)
-@example(PlanCase((1,) * 50, (2**31 - 1,) * 50, num_ctas=1, heads=8, invariant=True, window_left=5), 5)
-@example(PlanCase((1, 1), (1, 2**31 - 1), num_ctas=264), 6)
-@example(PlanCase((4096,), (100_000,), group=64, num_ctas=132), 7)
-@example(PlanCase((), (), num_ctas=2), 8)
-@example(PlanCase((0, 0), (5, 0), num_ctas=2), 9)
-def test_bytes_equal_the_hosts(case: PlanCase, seed: int) -> None:
-    assert_same_plan(case, 128, seed)
+@given(steps, st.integers(0, 2**31 - 1), st.booleans())
+@example(PlanCase((1,), (2_000_000,), num_ctas=264), 1, True)
+@example(PlanCase((1,), (2_000_000,), num_ctas=264, invariant=True, group=3, heads=2), 2, False)
+@example(PlanCase((1,), (1_000_000,), num_ctas=264, heads=8, invariant=True, costs="fine"), 3, True)
+@example(PlanCase((1,) * 50, (2**31 - 1,) * 50, num_ctas=1, heads=8), 4, False)
+@example(PlanCase((1,) * 50, (2**31 - 1,) * 50, num_ctas=1, heads=8, invariant=True, window_left=5), 5, True)
+@example(PlanCase((1, 1), (1, 2**31 - 1), num_ctas=264), 6, False)
+@example(PlanCase((4096,), (100_000,), group=64, num_ctas=132), 7, True)
+@example(PlanCase((), (), num_ctas=2), 8, False)
+@example(PlanCase((0, 0), (5, 0), num_ctas=2), 9, True)
+def test_bytes_equal_the_hosts(case: PlanCase, seed: int, longest_first: bool) -> None:
+    assert_same_plan(replace(case, longest_first=longest_first), 128, seed)
 
 
 @share(15)
-@given(steps, st.integers(0, 2**31 - 1))
-@example(PlanCase((1,) * 256, tuple(range(1, 257)), group=4, heads=8, num_ctas=132), 1)
-@example(PlanCase((1,) * 256, tuple(100 * i for i in range(256)), heads=1, num_ctas=132), 2)
-def test_bytes_equal_the_hosts_in_a_block_of_full_size(case: PlanCase, seed: int) -> None:
-    assert_same_plan(case, 512, seed)
+@given(steps, st.integers(0, 2**31 - 1), st.booleans())
+@example(PlanCase((1,) * 256, tuple(range(1, 257)), group=4, heads=8, num_ctas=132), 1, True)
+@example(PlanCase((1,) * 256, tuple(100 * i for i in range(256)), heads=1, num_ctas=132), 2, False)
+def test_bytes_equal_the_hosts_in_a_block_of_full_size(
+    case: PlanCase, seed: int, longest_first: bool
+) -> None:
+    assert_same_plan(replace(case, longest_first=longest_first), 512, seed)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -85,6 +89,11 @@ LARGE = {
 @pytest.mark.parametrize("case", LARGE.values(), ids=LARGE)
 def test_steps_of_any_size(case: PlanCase, invariant: bool, threads: int) -> None:
     assert_same_plan(PlanCase(**{**vars(case), "invariant": invariant}), threads)
+
+
+@pytest.mark.parametrize("case", LARGE.values(), ids=LARGE)
+def test_steps_of_any_size_in_the_order_of_the_requests(case: PlanCase) -> None:
+    assert_same_plan(replace(case, longest_first=False), 512)
 
 
 def int32(*values: int) -> torch.Tensor:

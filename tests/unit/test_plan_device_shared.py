@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from examples import share
@@ -37,9 +38,9 @@ seeds = st.integers(0, 2**31 - 1)
 
 
 @share(100)
-@given(cases, seeds)
-def test_bytes_equal_the_hosts(case: SharedCase, seed: int) -> None:
-    assert_same_plan(case, seed=seed)
+@given(cases, seeds, st.booleans())
+def test_bytes_equal_the_hosts(case: SharedCase, seed: int, longest_first: bool) -> None:
+    assert_same_plan(replace(case, step=replace(case.step, longest_first=longest_first)), seed=seed)
 
 
 @share(200)
@@ -63,6 +64,14 @@ STEPS = {
 @pytest.mark.parametrize("case", STEPS.values(), ids=STEPS)
 def test_steps_of_any_size(case: SharedCase, blocks: str) -> None:
     assert_same_plan(case, blocks)
+
+
+@pytest.mark.parametrize("case", STEPS.values(), ids=STEPS)
+def test_steps_of_any_size_in_the_order_of_the_requests(case: SharedCase) -> None:
+    unordered = replace(case, step=replace(case.step, longest_first=False))
+    plan, ordered = assert_same_plan(unordered), assert_same_plan(case)
+    np.testing.assert_array_equal(np.sort(plan.items), np.sort(ordered.items))
+    np.testing.assert_array_equal(plan.units, ordered.units)
 
 
 def test_the_steps_are_what_their_names_say() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,6 +79,38 @@ def test_a_mixed_step_has_some_ctas_at_the_end() -> None:
     assert PlanCase((1,) * 64, (4096,) * 64, num_ctas=132, heads=8).plan().header["back_ctas"] == 0
 
 
+@share(100)
+@given(cases(max_requests=60))
+@example(PlanCase((1,) * 300, tuple(range(300)), num_ctas=132, heads=8))
+@example(PlanCase((1,) * 16, (1024,) * 16, num_ctas=2, heads=8))
+@example(PlanCase((500, *(1,) * 64), (8192, *(4096,) * 64), num_ctas=132, heads=8, group=4))
+@example(PlanCase((1, 1), (2**31 - 1, 2**31 - 1)))
+def test_without_lpt_the_same_items_stand_in_the_order_of_the_requests(case: PlanCase) -> None:
+    plan, ordered = replace(case, longest_first=False).plan(), case.plan()
+    keys = [(int(i["request"]), int(i["q_begin"]), int(i["kv_begin"])) for i in plan.items]
+    assert keys == sorted(keys)
+    np.testing.assert_array_equal(np.sort(plan.items), np.sort(ordered.items))
+    for name in ("units", "parts", "kv_len_bounds"):
+        np.testing.assert_array_equal(getattr(plan, name), getattr(ordered, name))
+    ends = ("bundled_by_2", "bundled_by_4", "bundled_by_8", "back_ctas")
+    assert {**plan.header, **dict.fromkeys(ends)} == {**ordered.header, **dict.fromkeys(ends)}
+    assert plan.header["back_ctas"] == 0, "the end of the list is like any other place"
+    costs = plan.items["cost"].astype(object)
+    below = 1 << int(costs.max(initial=0)).bit_length()
+    for k in (1, 2, 3):
+        limit = (int(costs.sum()) * case.heads // case.num_ctas) >> (k + 1)
+        # All items or none: any of them may stand at the end.
+        assert plan.header[f"bundled_by_{2**k}"] == len(costs) * (below - 1 <= limit)
+
+
+def test_some_steps_are_in_another_order_and_bundled_without_lpt() -> None:
+    skewed = PlanCase((1,) * 4, (100, 900, 300, 500), num_ctas=1)
+    assert skewed.plan().items["request"].tolist() == [1, 3, 2, 0]
+    assert replace(skewed, longest_first=False).plan().items["request"].tolist() == [0, 1, 2, 3]
+    many = PlanCase((1,) * 64, (1024,) * 64, num_ctas=2, heads=8, longest_first=False)
+    assert many.plan().header["bundled_by_8"] == 64
+
+
 def algorithm_1(plan: Plan, heads: int, num_ctas: int) -> list[list[tuple[int, int]]]:
     """The paper's queues with Python's own heap: each (item, head) to the CTA of least cost so far."""
     heap = [(0, cta) for cta in range(num_ctas)]
@@ -96,6 +129,9 @@ def test_queues_are_those_of_algorithm_1(case: PlanCase) -> None:
     plan = case.plan()
     queues = [[tuple(pair) for pair in queue.tolist()] for queue in plan.queues]
     assert queues == algorithm_1(plan, case.heads, case.num_ctas)
+    plan = replace(case, longest_first=False).plan()
+    queues = [[tuple(pair) for pair in queue.tolist()] for queue in plan.queues]
+    assert queues == algorithm_1(plan, case.heads, case.num_ctas), "each item to the least loaded CTA"
 
 
 @share(150)

@@ -212,7 +212,10 @@ def _print_result(entry: Mapping[str, Any]) -> None:
     rate, lost = found.get("rate"), found.get("failed")
     held = "holds no rate that was tried" if rate is None else f"holds {rate:g} requests/s"
     more = "" if lost is None else f"; not {lost:g}"
-    console().print(f"{name}: {held}{more}; engine ready after {entry['ready_s']:g} s", soft_wrap=True)
+    built = entry["builds"]["before_ready"]
+    compiled = f", having compiled {built} modules" if built else ""
+    ready = f"engine ready after {entry['ready_s']:g} s{compiled}"
+    console().print(f"{name}: {held}{more}; {ready}", soft_wrap=True)
     if late := [f"{row['rate']:g}" for row in entry["points"] if row["client_late"]]:
         console().print(
             f"[yellow]{name}: at {', '.join(late)}/s the client itself was late by more than a tenth of an "

@@ -27,6 +27,7 @@ _HELP = {
     "prefix_nodes": "Prefixes that were read once for several requests.",
     "kv_tokens_saved": "KV tokens not read again, for one KV head of one layer.",
     "kv_bytes_saved": "Bytes of K and V not read again, over all heads and layers.",
+    "builds": "Native modules that were compiled.",
 }
 # The table leaves the other counts out where they are 0 in every process.
 _ALWAYS = ("pid", "engine", "steps", "attention_calls", "layers", "host")

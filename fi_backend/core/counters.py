@@ -8,9 +8,11 @@ keeps containers apart that share the folder and, each with a numbering of its o
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
@@ -21,9 +23,11 @@ _MAGIC: Final = b"FISTATS2"
 _HEADER: Final = struct.Struct("8sQ48s")  # magic, process id, engine name
 _SIZE: Final = 192
 _COUNTS_AT: Final = _HEADER.size
+_NAMES: Final = ".builds"
 
 STEPS, PLANS, CALLS, TOKENS, APPENDED, LAYERS, REPLAYED, CAPTURED = range(8)
 SHARED_PLANS, PREFIX_NODES, KV_TOKENS_SAVED, KV_BYTES_SAVED = range(8, 12)
+BUILDS = 12
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class ProcessStats:
     kv_tokens_saved: KV tokens that are therefore not read again, for one KV head of one layer.
     kv_bytes_saved: K and V of these, of all heads and layers. What a GPU plans is counted some steps later,
         see ShareTally.
+    builds: native modules that the process began to compile; read_builds() has their names.
     host: name of the host or container, from the file's name; "" for counts that were not read from a file.
     """
 
@@ -60,6 +65,7 @@ class ProcessStats:
     prefix_nodes: int = 0
     kv_tokens_saved: int = 0
     kv_bytes_saved: int = 0
+    builds: int = 0
     host: str = ""
 
 
@@ -72,6 +78,8 @@ class Counters:
         if folder is not None:
             host = os.uname().nodename.replace("/", "_")
             self.path = folder / f"{host}.{os.getpid()}.stats"
+            # Of a process before that had this number, as in containers.
+            self.path.with_suffix(_NAMES).unlink(missing_ok=True)
             self._buffer = _create(self.path)
         self._counts = memoryview(self._buffer)[_COUNTS_AT:].cast("Q")
 
@@ -82,6 +90,14 @@ class Counters:
     def name_engine(self, engine: str) -> None:
         """Record the engine, as "name version", that this process serves."""
         _HEADER.pack_into(self._buffer, 0, _MAGIC, os.getpid(), engine.encode()[:48])
+
+    def build(self, names: Sequence[str]) -> None:
+        """Count native modules that are about to be compiled, and keep their names beside the counts."""
+        # A full disk must fail the compiler, which says so, not the counting.
+        if self.path is not None:
+            with contextlib.suppress(OSError), self.path.with_suffix(_NAMES).open("a") as file:
+                file.writelines(f"{name}\n" for name in names)
+        self.add(BUILDS, len(names))
 
     def snapshot(self) -> ProcessStats:
         """Return the counts of now."""
@@ -112,6 +128,14 @@ def read_stats(folder: Path) -> list[ProcessStats]:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     return sorted(found, key=lambda stats: (stats.host, stats.pid))
+
+
+def read_builds(folder: Path) -> list[str]:
+    """Return the names of the native modules that processes with FI_BACKEND_STATS_DIR=`folder` began to
+    compile, process by process in the order of their files' names.
+    """
+    files = sorted(folder.glob(f"*{_NAMES}"))
+    return [name for path in files for name in path.read_text().splitlines()]
 
 
 def total(stats: list[ProcessStats]) -> ProcessStats:
@@ -162,6 +186,7 @@ def _parse(data: bytes, host: str) -> ProcessStats:
         prefix_nodes=counts[PREFIX_NODES],
         kv_tokens_saved=counts[KV_TOKENS_SAVED],
         kv_bytes_saved=counts[KV_BYTES_SAVED],
+        builds=counts[BUILDS],
         host=host,
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is posted for a request: the tokens, their number, how they are drawn, and nothing that slows sampling."""
+"""What is posted for a request: the tokens, their number, how they are drawn."""
 
 from __future__ import annotations
 

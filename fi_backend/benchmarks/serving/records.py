@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,27 +26,30 @@ _ROW_KEYS = (
 )
 
 
-def request_lines(backend: str, rate: float, runs: Sequence[Measured]) -> Iterator[str]:
-    """Yield one JSON object a request; times are milliseconds after it was due, rounded to a microsecond."""
-    for number, run in enumerate(runs):
-        pairs = zip(run.requests, run.load.outcomes, strict=True)
-        for index, (request, outcome) in enumerate(pairs):
-            row = {
-                "backend": backend,
-                "rate": rate,
-                "run": number,
-                "index": index,
-                "at_s": round(request.at, 6),
-                "lag_ms": None if outcome.sent is None else round(1000 * outcome.sent, 3),
-                "prompt_tokens": len(request.prompt),
-                "answer_tokens": request.max_tokens,
-                "samples": request.samples,
-                "received_tokens": outcome.count,
-                "piece_ms": [[round(1000 * at, 3) for at in times] for times in outcome.times],
-                "error": outcome.error,
-                "stopped": outcome.stopped is not None,
-            }
-            yield json.dumps(row, separators=(",", ":"))
+def request_lines(backend: str, rate: float, run: Measured, *, number: int) -> Iterator[str]:
+    """Yield one JSON object a request of the run `number` of a rate.
+
+    Times are milliseconds after the request was due, rounded to a microsecond.
+    """
+    pairs = zip(run.requests, run.load.outcomes, strict=True)
+    for index, (request, outcome) in enumerate(pairs):
+        row = {
+            "backend": backend,
+            "rate": rate,
+            "run": number,
+            "index": index,
+            "at_s": round(request.at, 6),
+            "lag_ms": None if outcome.sent is None else round(1000 * outcome.sent, 3),
+            "prompt_tokens": len(request.prompt),
+            "answer_tokens": request.max_tokens,
+            "samples": request.samples,
+            "received_tokens": outcome.count,
+            "piece_ms": [[round(1000 * at, 3) for at in times] for times in outcome.times],
+            "error": outcome.error,
+            "stopped": outcome.stopped is not None,
+            "stopped_ms": None if outcome.stopped is None else round(1000 * outcome.stopped, 3),
+        }
+        yield json.dumps(row, separators=(",", ":"))
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ def summary(record: _Record) -> str:
                 f"{rate / best:.2f}" if rate and best else "–",
                 "–" if failed is None else f"{failed:g}/s",
                 escape(found.get("how", "–")),
-                "–" if backend["ready_s"] is None else f"{backend['ready_s']:g} s",
+                _ready(backend),
             ]
         )
     objectives = ", ".join(
@@ -97,6 +97,14 @@ _NAMES = {"ttft_ms": "time to first token", "itl_ms": "time between tokens"}
 def _sustained(backend: Mapping[str, Any]) -> float | None:
     rate = (backend["sustained"] or {}).get("rate")
     return None if rate is None else float(rate)
+
+
+def _ready(backend: Mapping[str, Any]) -> str:
+    """How long the engine took to start, and how many native modules it compiled meanwhile."""
+    if backend["ready_s"] is None:
+        return "–"
+    built = (backend.get("builds") or {}).get("before_ready")
+    return f"{backend['ready_s']:g} s" + (f", {built} compiled" if built else "")
 
 
 def _bounded(triple: Sequence[float | None]) -> str:

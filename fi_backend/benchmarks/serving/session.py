@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from fi_backend.benchmarks.serving import engines, records
+from fi_backend.benchmarks.serving import counted, engines, records
 from fi_backend.benchmarks.serving.client import LoadRun, run_load
 from fi_backend.benchmarks.serving.engines import Backend, EngineKind
 from fi_backend.benchmarks.serving.model import ServedModel
@@ -26,10 +26,8 @@ from fi_backend.benchmarks.serving.summary import (
     summarize,
 )
 from fi_backend.benchmarks.serving.workload import Workload
-from fi_backend.core.counters import ProcessStats, read_stats, total
+from fi_backend.core.counters import ProcessStats
 
-_COUNTS = ("steps", "plans", "attention_calls", "replayed_calls", "captured_calls", "tokens")
-_SHARED = ("shared_plans", "prefix_nodes", "kv_tokens_saved", "kv_bytes_saved")
 _WARM_UP = 1 << 30  # a part of the salt that no run has
 
 
@@ -75,7 +73,8 @@ class Session:
     """One engine, model and workload under several back ends.
 
     folder: for logs, counters and records. arguments: of the server, beyond the attention back end's.
-    examine: adds to a row what can be learned from its runs; balance of steps, for one.
+    examine: adds to a row what can be learned from its runs, and from whether they read prefixes together;
+    balance of steps, for one.
     """
 
     kind: EngineKind
@@ -87,14 +86,15 @@ class Session:
     cpu: bool
     arguments: Sequence[str]
     watcher: Watcher
-    examine: Callable[[Sequence[Measured]], dict[str, Any]] = lambda _runs: {}
+    examine: Callable[[Sequence[Measured], bool], dict[str, Any]] = lambda _runs, _shared: {}
     kv_element_bytes: int = 2
 
     def measure(self, backend: Backend, keep: Callable[[dict[str, Any]], None]) -> None:
         """Start the engine on `backend` and fill its entry of the record.
 
-        keep: called with the entry after every row. A server that does not start, or another back end that
-        serves instead of ours, is entry["failed"].
+        keep: called with the entry after every row. A server that does not start, another back end that
+        serves instead of ours, a module that is compiled once the engine is ready, and an interruption, which
+        is raised again, are entry["failed"].
         """
         arguments = engines.server_arguments(
             self.kind,
@@ -122,19 +122,36 @@ class Session:
             "variables": backend.variables,
             "command": server.command,
             "ready_s": None,
+            "builds": {"before_ready": None, "after_ready": []},
             "points": [],
             "sustained": None,
             "failed": None,
         }
+        before: list[str] = []
+
+        def told() -> None:
+            if entry["ready_s"] is not None:
+                entry["builds"]["after_ready"] = counted.late_builds(stats, before)
+            keep(entry)
+
         began = time.perf_counter()
         try:
             with server:
                 entry["ready_s"] = round(time.perf_counter() - began, 2)
-                self._load(server, backend, stats, entry, keep)
-            entry["failed"] = _impostor(backend, _counted(stats), self.model.layers)
+                before = counted.built(stats)
+                entry["builds"]["before_ready"] = len(before)
+                self._load(server, backend, stats, entry, told)
+            entry["failed"] = counted.impostor(backend, counted.counted(stats), self.model.layers)
         except ServerError as error:
             entry["failed"] = str(error)
-        keep(entry)
+        except KeyboardInterrupt:
+            entry["failed"] = f"interrupted after {len(entry['points'])} rates"
+            raise
+        finally:
+            told()
+            if late := counted.late_builds_text(backend, entry["builds"]["after_ready"]):
+                entry["failed"] = "; ".join(filter(None, (entry["failed"], late)))
+                keep(entry)
 
     def _load(
         self,
@@ -142,20 +159,20 @@ class Session:
         backend: Backend,
         stats: Path,
         entry: dict[str, Any],
-        keep: Callable[[dict[str, Any]], None],
+        keep: Callable[[], None],
     ) -> None:
         settings = self.settings
         warm = self._requests(settings.start, settings.warm_up, run=_WARM_UP)
         first = self._send(server, [Request(each.prompt, each.max_tokens) for each in warm])
         if errors := [outcome.error for outcome in first.outcomes if outcome.error]:
             raise ServerError(f"the warm-up failed: {errors[0]}")
-        if why := _impostor(backend, _counted(stats), self.model.layers):
+        if why := counted.impostor(backend, counted.counted(stats), self.model.layers):
             raise ServerError(why)
 
         def probe(rate: float) -> bool:
             row = self._row(server, backend, stats, rate)
             entry["points"].append(row)
-            keep(entry)
+            keep()
             self.watcher.measured(backend.text, row)
             return bool(row["holds"])
 
@@ -186,7 +203,7 @@ class Session:
                 count = max(2, round(settings.duration * rate))
             requests = self._requests(rate, count, run=run)
             self._prime(server, rate, run)
-            before = _counted(stats)
+            before = counted.counted(stats)
             give_up = self._give_up(len(requests), late)
             load = self._send(
                 server,
@@ -195,16 +212,18 @@ class Session:
                 watch=partial(self.watcher.loading, backend.text, rate, run),
             )
             runs.append(Measured(requests, load))
-            counts.append((before, _counted(stats)))
+            counts.append((before, counted.counted(stats)))
+            with (self.folder / records.REQUESTS).open("a") as file:
+                lines = records.request_lines(backend.text, rate, runs[-1], number=run)
+                file.writelines(f"{line}\n" for line in lines)
             if give_up:
                 late += load.late(give_up[0], load.seconds, requests)
             if load.stopped:
                 break
-        with (self.folder / records.REQUESTS).open("a") as file:
-            file.writelines(f"{line}\n" for line in records.request_lines(backend.text, rate, runs))
         row = summarize(rate, runs, settings.objectives, seed=settings.seed)
-        row |= self._kv(runs, counts) | self.examine(runs)
-        return row
+        each = self.model.kv_bytes_per_token(self.kv_element_bytes)
+        row |= counted.increase(counts, None if each is None else decode_kv_bytes(runs, each))
+        return row | self.examine(runs, bool(row["fi"] and row["fi"]["shared_plans"]))
 
     def _give_up(self, count: int, late: int) -> tuple[float, int] | None:
         """In a search, a rate is lost once too many requests are late; a grid is measured to its end."""
@@ -248,36 +267,3 @@ class Session:
             timeout=self.settings.timeout,
             **options,
         )
-
-    def _kv(
-        self,
-        runs: Sequence[Measured],
-        counted: Sequence[tuple[ProcessStats | None, ProcessStats | None]],
-    ) -> dict[str, Any]:
-        """What our counters say of the runs, and the KV bytes that decoding would read without sharing."""
-        each = self.model.kv_bytes_per_token(self.kv_element_bytes)
-        flat = None if each is None else decode_kv_bytes(runs, each)
-        pairs = [(before, after) for before, after in counted if before and after and after.layers]
-        if not pairs:
-            return {"fi": None, "kv_bytes": {"flat": flat, "saved": None}}
-        counts = {
-            name: sum(getattr(after, name) - getattr(before, name) for before, after in pairs)
-            for name in (*_COUNTS, *_SHARED)
-        }
-        return {"fi": counts, "kv_bytes": {"flat": flat, "saved": counts["kv_bytes_saved"]}}
-
-
-def _counted(stats: Path) -> ProcessStats | None:
-    return total(read_stats(stats)) if stats.is_dir() else None
-
-
-def _impostor(backend: Backend, counted: ProcessStats | None, layers: int | None) -> str | None:
-    """Why the layers were not served by the back end that was asked for, or None."""
-    calls = 0 if counted is None else counted.attention_calls + counted.replayed_calls
-    if backend.ours and (counted is None or not calls):
-        return f"{backend.name}: another back end served the layers; ours counted no attention call"
-    if backend.ours and layers and counted is not None and counted.layers % layers:
-        return f"{backend.name}: expected a multiple of {layers} layers on ours; counted {counted.layers}"
-    if not backend.ours and calls:
-        return f"{backend.name}: fi served instead; it counted {calls} attention calls"
-    return None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fi_backend import env
+from fi_backend.core.counters import counters
 from fi_backend.core.jit import cache
 from fi_backend.core.jit.ffi import tvm_ffi
 from fi_backend.core.jit.locate import Place, locate, must_be_built
@@ -83,6 +84,8 @@ def _library(place: Place) -> Path:
 
 
 def _build(missing: dict[ModuleSpec, Path], cache_dir: Path, portable: bool) -> None:
+    # Before they are compiled, so that whoever measures meanwhile sees it.
+    counters().build([spec.name for spec in missing])
     cache.sweep(cache_dir)
     with cache.scratch(cache_dir) as scratch:
         targets = [Target(spec, scratch / folder.name, portable) for spec, folder in missing.items()]

@@ -129,7 +129,7 @@ def explain_step(step: Step, *, num_ctas: int, costs: CostModel, planned_queues:
     tree = None if step.block_table is None else prefix_tree(step, spec, planner, plan)
     order = list(range(requests)) if tree is None else tree.order()
     matrix = _matrix(step, plan, _page_rows(step), order)
-    return Explanation(step, plan, matrix, tree, order, _loads(plan))
+    return Explanation(step, plan, matrix, tree, order, cta_loads(plan))
 
 
 def _page_rows(step: Step) -> list[list[int]]:
@@ -189,7 +189,8 @@ def _matrix(step: Step, plan: Plan, rows: Sequence[Sequence[int]], order: Sequen
     return BlockMatrix(tuple(tiles), ids[by_use], *joined)
 
 
-def _loads(plan: Plan) -> CtaLoads:
+def cta_loads(plan: Plan) -> CtaLoads:
+    """Return what each CTA does under `plan`."""
     items, header = plan.items, plan.header
     tickets = plan.queues or _draw(items["cost"].tolist(), header["num_kv_heads"], header["num_ctas"])
     columns = np.searchsorted([0, 4, 5, 6, 7], items["tile_log2"])

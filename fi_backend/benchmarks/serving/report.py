@@ -36,15 +36,15 @@ def _section(record: _Record) -> str:
         + [(index, True, f"{name}, P50") for index, name in enumerate(names)]
     )
     charts = [
-        ("Time to first token", key, _latency(record, "ttft_ms")),
-        ("Time between tokens", key, _latency(record, "itl_ms")),
-        ("Goodput", legend((index, False, name) for index, name in enumerate(names)), _goodput(record)),
+        ("Time to first token", key, _latency(record, "ttft_ms"), ""),
+        ("Time between tokens", key, _latency(record, "itl_ms"), ""),
+        ("Goodput", legend((index, False, name) for index, name in enumerate(names)), _goodput(record), ""),
         *_kv(record),
         *_balance(record),
     ]
     figures = "\n".join(
-        f"<figure><figcaption>{escape(title)}</figcaption>{chart}{key}</figure>"
-        for title, key, chart in charts
+        f"<figure><figcaption>{escape(title)}</figcaption>{chart}{key}{_small(note)}</figure>"
+        for title, key, chart, note in charts
     )
     failures = "".join(
         f'<p class="failed"><b>{escape(each["name"])}</b>: {escape(each["failed"][:2000])}</p>'
@@ -56,6 +56,10 @@ def _section(record: _Record) -> str:
         f"{summary(record)}\n{failures}\n"
         f'<div class="charts">\n{figures}\n</div>\n{measurements(record)}\n{details(record)}\n</section>'
     )
+
+
+def _small(text: str) -> str:
+    return f'<p class="bounds">{escape(text)}</p>' if text else ""
 
 
 def _latency(record: _Record, metric: str) -> str:
@@ -109,7 +113,13 @@ def _goodput(record: _Record) -> str:
     )
 
 
-def _kv(record: _Record) -> Iterator[tuple[str, str, str]]:
+_KV_NOTE = (
+    "Counted: K and V of all layers that decoding reads when every sample reads its own, from the lengths of "
+    "prompts and answers; with sharing, less what the back end's counters say its steps did not read again."
+)
+
+
+def _kv(record: _Record) -> Iterator[tuple[str, str, str, str]]:
     """KV bytes that decoding reads, with and without sharing, for each back end of ours."""
     for backend in record["backends"]:
         rows = [
@@ -131,10 +141,11 @@ def _kv(record: _Record) -> Iterator[tuple[str, str, str]]:
                 )
             )
         key = legend([(5, False, "every request its own"), (2, False, "shared prefixes once")])
-        yield f"KV bytes read while decoding, {backend['name']}", key, bar_chart(groups, y_label="GB")
+        chart = bar_chart(groups, y_label="GB")
+        yield f"KV bytes read while decoding, {backend['name']}", key, chart, _KV_NOTE
 
 
-def _balance(record: _Record) -> Iterator[tuple[str, str, str]]:
+def _balance(record: _Record) -> Iterator[tuple[str, str, str, str]]:
     """Largest load over the mean in sampled decode steps, for each back end of ours."""
     for index, backend in enumerate(record["backends"]):
         rows = [row for row in _rows(backend) if row["fi"] is not None and row.get("balance")]
@@ -148,11 +159,24 @@ def _balance(record: _Record) -> Iterator[tuple[str, str, str]]:
         if groups:
             title = f"Balance over {rows[0]['balance']['num_ctas']} CTAs in sampled steps, {backend['name']}"
             key = legend([(index, False, "a bar for each step; 1 is perfect")])
-            yield title, key, bar_chart(groups, y_label="largest load / mean load")
+            chart = bar_chart(groups, y_label="largest load / mean load")
+            yield title, key, chart, _balance_note([row["balance"] for row in rows])
+
+
+def _balance_note(balances: Sequence[Mapping[str, Any]]) -> str:
+    """How the steps were planned; records of before say nothing and were planned flat."""
+    shared = {bool(each.get("shared")) for each in balances}
+    how = {
+        (False,): "planned flat, as every request read its own KV",
+        (True,): "planned with the workload's prefixes read together, as the run did",
+        (False, True): "planned with the workload's prefixes read together at the rates at which the run did",
+    }[tuple(sorted(shared))]
+    return f"Batches put together anew from the times at which tokens came, {how}."
 
 
 def _step_note(step: Mapping[str, Any]) -> str:
-    return f"{step['max_over_mean']:g}: {step['requests']} requests, {step['kv_tokens']} KV tokens"
+    shared = f", {step['prefix_nodes']} shared prefixes" if step.get("prefix_nodes") else ""
+    return f"{step['max_over_mean']:g}: {step['requests']} requests, {step['kv_tokens']} KV tokens{shared}"
 
 
 def _rows(backend: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import resource
-
 import pytest
+from build_cost import expect_cheap, measured
 
 from fi_backend.core import jit
 from fi_backend.core.jit.toolkit import find_toolkit
@@ -13,8 +12,6 @@ from fi_backend.core.prepare import modules
 from fi_backend.core.shipped import instance
 from fi_backend.errors import BuildError
 
-CORES = 2
-LIMIT_S = 10.0
 PAIRS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"))
 CPU = modules(*(instance(dtype, kv_dtype, (64, 64)) for dtype, kv_dtype in PAIRS), arch="cpu")
 CUDA = [
@@ -37,11 +34,8 @@ def test_cold_build_takes_ten_seconds_of_two_cores(module, tmp_path, monkeypatch
         except BuildError as error:
             pytest.skip(f"needs nvcc: {error}")
     monkeypatch.setenv("FI_BACKEND_CACHE_DIR", str(tmp_path))
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    [library] = jit.build_all([module])
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
+    [library], used = measured(lambda: jit.build_all([module]))
     assert library.is_file()
     assert tmp_path in library.parents
-    assert 0.1 < used < CORES * LIMIT_S, f"{used:.1f} s of processor time for {module.name}"
+    expect_cheap(module.name, used, tmp_path)
     assert module.name in capfd.readouterr().err, "the build says what it compiles"

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import resource
-
 import pytest
+from build_cost import expect_cheap, measured
 
 from fi_backend import AttentionSpec, AttentionVariant, variants
 from fi_backend.core import jit
@@ -14,7 +13,6 @@ from fi_backend.core.kernels import attention_module, cuda_attention_module
 from fi_backend.core.variant_source import explain, variant_module
 from fi_backend.errors import BuildError
 
-CORES, LIMIT_S = 2, 10.0
 SPEC = AttentionSpec(8, 2, 128)
 FP8 = AttentionSpec(8, 2, 128, kv_dtype="float8_e4m3fn")
 CASES = {
@@ -39,12 +37,9 @@ def test_a_cold_build_takes_ten_seconds_of_two_cores(variant, module, tmp_path, 
     if module.arch != "cpu":
         need_nvcc()
     monkeypatch.setenv("FI_BACKEND_CACHE_DIR", str(tmp_path))
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    [library] = jit.build_all([variant_module(module, variant)])
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
+    [library], used = measured(lambda: jit.build_all([variant_module(module, variant)]))
     assert library.is_file()
-    assert 0.1 < used < CORES * LIMIT_S, f"{used:.1f} s of processor time"
+    expect_cheap(variant.name, used, tmp_path)
 
 
 def test_an_error_of_nvcc_points_at_the_users_line(tmp_path, monkeypatch) -> None:

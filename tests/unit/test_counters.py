@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import timeit
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,9 +120,14 @@ os.wait()
     assert sorted(stats.attention_calls for stats in read_stats(tmp_path)) == [1, 5]
 
 
-def test_add_takes_less_than_a_microsecond(tmp_path: Path) -> None:
+def test_add_costs_as_little_as_a_few_calls(tmp_path: Path) -> None:
+    """Less than a microsecond where a call takes 33 ns; a slow or busy machine takes longer for both."""
     mine = Counters(tmp_path)
-    seconds = min(timeit.repeat(lambda: mine.add(CALLS), number=20_000, repeat=5)) / 20_000
-    assert seconds < 1e-6
+    calls: dict[str, Callable[[], None]] = {"add": lambda: mine.add(CALLS), "nothing": lambda: None}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(20):
+        for name, call in calls.items():
+            seconds[name].append(timeit.timeit(call, timer=time.thread_time, number=5_000))
+    assert min(seconds["add"]) < 30 * min(seconds["nothing"])
     assert mine.path is not None
     assert os.path.getsize(mine.path) == 192

@@ -20,7 +20,9 @@ class FakeServer:
 
     first: seconds of work before the first token of a request, for which requests queue; gap: between
     tokens. fails: HTTP status of every answer instead. cut: tokens after which streams break off.
-    layers: attention layers that its counters claim for fi, 0 for none.
+    layers: attention layers that its counters claim for fi, 0 for none. crowd: requests that must have come
+    before the first is answered. read: grows by every event that the client has read; where it is given, the
+    server sends on only when all that it has sent is read.
     """
 
     first, gap = 0.002, 0.001
@@ -28,6 +30,8 @@ class FakeServer:
     cut: int | None = None
     starts = True
     layers = 2
+    crowd = 1
+    read: list[Any] | None = None
     bodies: list[dict[str, Any]]
 
     def __init__(
@@ -46,14 +50,14 @@ class FakeServer:
         ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), daemon=True)
         self._thread.start()
-        assert ready.wait(10)
+        assert ready.wait(120)
         if self.layers and self._backend.endswith("=fi"):
             self._count()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join(10)
+        self._thread.join(120)
 
     def _count(self) -> None:
         from fi_backend.core.counters import CALLS, LAYERS, STEPS, Counters
@@ -64,6 +68,7 @@ class FakeServer:
 
     async def _serve(self, ready: threading.Event) -> None:
         self._loop, self._over, self._turn = asyncio.get_running_loop(), asyncio.Event(), asyncio.Lock()
+        self._crowded, self._sent = asyncio.Event(), 0
         app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/generate", self._generate)
@@ -106,6 +111,9 @@ class FakeServer:
         self.bodies.append(body)
         if self.fails:
             return web.Response(status=self.fails, text="overloaded")
+        if len(self.bodies) >= self.crowd:
+            self._crowded.set()
+        await self._crowded.wait()
         async with self._turn:
             await asyncio.sleep(self.first)
         response = web.StreamResponse()
@@ -114,7 +122,10 @@ class FakeServer:
             if index == self.cut:
                 return response
             for sample in range(samples):
+                self._sent += 1
                 await response.write(f"data: {json.dumps(event(sample, index))}\n\n".encode())
+            while self.read is not None and len(self.read) < self._sent:
+                await asyncio.sleep(self.gap)
             await asyncio.sleep(self.gap)
         await response.write(b"data: [DONE]\n\n")
         return response

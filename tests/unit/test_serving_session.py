@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from typer.testing import CliRunner
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 from serving_fake import FakeServer
 
-from fi_backend.benchmarks.serving import engines, records
+from fi_backend.benchmarks.serving import engines, records, session
+from fi_backend.benchmarks.serving.client import LoadRun
+from fi_backend.benchmarks.serving.protocols import Outcome, Request
 from fi_backend.cli import serve_options
 from fi_backend.cli.main import app
 
@@ -45,7 +48,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str, **changes
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_grid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str) -> None:
     out = tmp_path / "out"
-    backends = "fi,fi+FI_BACKEND_SHARE_PREFIXES=0,TRITON"
+    backends = "fi,fi+FI_BACKEND_WITHOUT=sharing,TRITON"
     result = bench(
         monkeypatch, out, "--engine", engine, "--backend", backends, "--rates", "20,40", "--", "--extra=1"
     )
@@ -62,7 +65,7 @@ def test_a_grid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str) ->
             assert (row["requests"], row["completed"], row["errors"], row["holds"]) == (20, 20, 0, True)
             assert row["kv_bytes"]["flat"] == 20 * (21 + 22 + 23) * 2 * 2 * 2 * 64 * 2
             assert (row["fi"] is None) == (entry["name"] == "TRITON")
-    assert record["backends"][1]["variables"] == {"FI_BACKEND_SHARE_PREFIXES": "0"}
+    assert record["backends"][1]["variables"] == {"FI_BACKEND_WITHOUT": "sharing"}
     lines = [json.loads(line) for line in (out / records.REQUESTS).read_text().splitlines()]
     assert len(lines) == 3 * 2 * 20
     assert {(line["prompt_tokens"], line["received_tokens"], line["error"]) for line in lines} == {
@@ -72,11 +75,28 @@ def test_a_grid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str) ->
     assert "<svg" in (out / "report.html").read_text()
 
 
+def one_worker(
+    _url: str, _protocol: Any, _model: str, requests: Sequence[Request], **options: Any
+) -> LoadRun:
+    """A load on a server that takes 50 ms a request, by a clock of its own: no busy machine delays it."""
+    run, free = LoadRun([Outcome(request.samples, sent=0.0) for request in requests]), 0.0
+    for request, outcome in zip(requests, run.outcomes, strict=True):
+        free = max(free, request.at) + 0.05
+        outcome.take(0, [1] * request.max_tokens, free - request.at)
+        outcome.ended = request.samples
+    run.seconds = free
+    if options.get("give_up"):
+        limit, allowed = options["give_up"]
+        run.stopped = run.late(limit, free, requests) > allowed
+    return run
+
+
 def test_the_highest_rate_is_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A worker that takes 50 ms a request cannot do much more than 20 a second."""
     limits = ("--start-rate", "200", "--slo-ttft-p99", "400ms", "--tolerance", "0.3")
     options = (*limits, "--requests", "40", "--runs", "1")
-    result = bench(monkeypatch, tmp_path / "out", "--backend", "fi", *options, first=0.05)
+    monkeypatch.setattr(session, "run_load", one_worker)
+    result = bench(monkeypatch, tmp_path / "out", "--backend", "fi", *options)
     assert result.exit_code == 0, result.output
     [entry] = records.read_record(tmp_path / "out")["backends"]
     assert entry["sustained"]["how"] == "bisection"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from fi_backend import env
 from fi_backend.cli import stats as stats_module
 from fi_backend.cli.main import app
 from fi_backend.core.counters import ProcessStats
@@ -28,7 +30,9 @@ c.add(CALLS, {calls}); c.add(LAYERS, 4); c.add(STEPS, 3)
 
 def write(folder: Path, *calls: int) -> None:
     for count in calls:
-        environment = {"FI_BACKEND_STATS_DIR": str(folder), "PYTHONPATH": ":".join(sys.path)}
+        environment = env.child_environment(
+            FI_BACKEND_STATS_DIR=str(folder), PYTHONPATH=os.pathsep.join(sys.path)
+        )
         subprocess.run([sys.executable, "-c", _PROGRAM.format(calls=count)], env=environment, check=True)
 
 

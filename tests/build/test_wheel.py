@@ -116,7 +116,7 @@ def test_installed_wheel_serves_with_vllm(distributions: tuple[Path, Path], tmp_
         env=environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1500,
     )
     assert demo.returncode == 0, demo.stdout + demo.stderr
     assert "back end fi served" in demo.stdout

@@ -92,7 +92,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         preload: Sequence[str] = (),
         keep_going: bool = False,
         seconds: float | None = None,
-        timeout: float = 600,
+        timeout: float = 3600,
     ) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("engine")
         job, result, log = folder / "job.json", folder / "result.json", folder / "log.txt"

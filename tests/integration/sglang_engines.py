@@ -32,7 +32,7 @@ def run_engines(
     *,
     settings: Mapping[str, str],
     stubs: bool = True,
-    timeout: float = 900,
+    timeout: float = 3600,
 ) -> dict[str, dict[str, Any]]:
     """Return {"batches", "seconds", "stats", "log": of all} of each run, or raise EngineError with the log.
 

@@ -32,7 +32,7 @@ def test_two_back_ends_at_two_rates(tmp_path: Path) -> None:
         env=env.child_environment(**settings),
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1500,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "fi: holds 8 requests/s" in done.stdout

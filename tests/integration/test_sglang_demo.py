@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 
 from fi_backend import env
 
-pytest.importorskip("sglang", reason="SGLang is not installed")
-
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    # Looked for, not imported: this process lacks the stand-ins that the demo gives to its server.
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
+]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "demo_sglang.py"
 
@@ -23,7 +26,7 @@ def test_the_demo_answers_on_fi() -> None:
         [sys.executable, str(SCRIPT)],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1500,
         env=env.child_environment(),
         check=False,
     )

@@ -25,7 +25,7 @@ REQUESTS, ANSWER = 8, 40
 TWO_LEVELS = ((1200, 1), (600, 2))
 THREE_LEVELS = ((1000, 1), (500, 2), (400, 2))
 COMPARED = {"SABOTAGE_OF_FI": "compare_forests"}
-OFF = {"FI_BACKEND_SHARE_PREFIXES": "0"}
+OFF = {"FI_BACKEND_WITHOUT": "sharing"}
 
 # levels, environment, the rest: arguments of sglang.Engine.
 RUNS: dict[str, dict[str, Any]] = {
@@ -114,7 +114,7 @@ def results(
                 {"prompts": questions, "max_tokens": ANSWER},
             ],
         }
-    return run_engines(tmp_path_factory.mktemp("shared"), runs, settings=SETTINGS, timeout=1200)
+    return run_engines(tmp_path_factory.mktemp("shared"), runs, settings=SETTINGS)
 
 
 @pytest.mark.parametrize("name", RUNS)

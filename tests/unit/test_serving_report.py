@@ -201,6 +201,8 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
     flags = (
         *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
         *("--disable-component-update", "--disable-sync", "--disable-quic", "--hide-scrollbars"),
+        # A container has little shared memory, and a desktop may have a scale of its own.
+        *("--disable-dev-shm-usage", "--force-device-scale-factor=1"),
     )
     assert BROWSER is not None
     subprocess.run(
@@ -210,7 +212,7 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
         ],
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=600,
     )
     pixels = (matplotlib_image.imread(picture)[..., :3] * 255).round().astype(int)
     assert pixels.shape[:2] == (1500, 1300)

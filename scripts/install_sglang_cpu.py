@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Install what runs SGLang on a CPU beside the torch that is in this environment:
-`install_sglang_cpu.py VERSION`.
+"""Install what runs SGLang on a CPU into an environment over this one, which has torch:
+`install_sglang_cpu.py VERSION FOLDER`.
 
+SGLang and vLLM want different versions of what both use; all else is shared with this environment.
 A plain `pip install sglang` would bring the whole CUDA stack. And its wheels are for one version of Python,
 though all that runs on a CPU is Python: they are unpacked. What SGLang imports besides, `sgl_kernel` and
 `torchvision`, has stand-ins in tests/sglang_stubs, to be put on PYTHONPATH.
@@ -13,10 +14,11 @@ import argparse
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import zipfile
 from pathlib import Path
+
+import overlay_env
 
 # Of the wheel: the Python and the platform that it names; neither matters here.
 WHEEL_OF = ("--python-version", "3.12", "--platform", "manylinux_2_34_x86_64")
@@ -71,9 +73,11 @@ ALONE = (
 )
 
 
-def pip(*arguments: str) -> None:
-    """Run pip of this environment; a failure ends the program with pip's own message above."""
-    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *arguments], check=True)
+def pip(python: Path, *arguments: str) -> None:
+    """Run pip for an environment; a failure ends the program with pip's own message above."""
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
+    if subprocess.run(command, check=False).returncode:
+        sys.exit(f"SGLang is not installed: failed: {' '.join(command)}")
 
 
 def unpack(wheel: Path, site: Path) -> None:
@@ -93,16 +97,20 @@ def main() -> None:
     """Install the version given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("version", help="version of sglang, for example 0.5.17")
-    version = parser.parse_args().version
+    parser.add_argument("folder", type=Path, help="of the environment, made where there is none")
+    chosen = parser.parse_args()
+    python = overlay_env.make(chosen.folder)
+    wanted = f"sglang=={chosen.version}"
     with tempfile.TemporaryDirectory() as folder:
-        print(f"sglang {version}: fetching the wheel", flush=True)
-        pip("download", "--no-deps", "--only-binary=:all:", *WHEEL_OF, "-d", folder, f"sglang=={version}")
+        print(f"{wanted}: fetching the wheel", flush=True)
+        pip(python, "download", "--no-deps", "--only-binary=:all:", *WHEEL_OF, "-d", folder, wanted)
         [wheel] = Path(folder).glob("*.whl")
-        print(f"sglang {version}: installing its requirements (about two minutes)", flush=True)
-        pip("install", *REQUIREMENTS)
-        pip("install", "--no-deps", *ALONE)
-        unpack(wheel, Path(sysconfig.get_paths()["purelib"]))
-    print(f"sglang {version}: installed", flush=True)
+        print(f"{wanted}: installing its requirements (about a minute)", flush=True)
+        # That packages of the environment below would want other versions does not matter.
+        pip(python, "install", "--no-warn-conflicts", *REQUIREMENTS)
+        pip(python, "install", "--no-deps", *ALONE)
+        unpack(wheel, overlay_env.packages(python))
+    print(f"{wanted}: installed in {chosen.folder}", flush=True)
 
 
 if __name__ == "__main__":

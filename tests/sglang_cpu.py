@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -30,6 +31,8 @@ if importlib.util.find_spec("sglang") is not None:
         os.environ.setdefault(_name, _value)
     if str(STUBS) not in sys.path:
         sys.path.append(str(STUBS))
+    # Tests ask whether SGLang can be imported: where it is installed and cannot, they fail and skip nothing.
+    importlib.import_module("sglang")
 
 
 @dataclass(frozen=True, kw_only=True)

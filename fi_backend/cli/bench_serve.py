@@ -93,7 +93,9 @@ def serve(
     )
     cpu = options.runs_on_cpu(device)
     names = [name.strip() for text in backend or ["fi"] for name in text.split(",") if name.strip()]
-    failed = _run(
+    if len(set(names)) < len(names):
+        raise InputError(f"--backend: expected each back end once; got {', '.join(names)}")
+    status = _run(
         engine=engine,
         model=model or ("dummy:tiny" if cpu else "dummy:8b"),
         backends=names,
@@ -105,8 +107,8 @@ def serve(
         arguments=arguments or [],
         out=out,
     )
-    if failed:
-        raise typer.Exit(BROKEN_ENVIRONMENT)
+    if status:
+        raise typer.Exit(status)
 
 
 def _run(
@@ -121,22 +123,24 @@ def _run(
     ctas: int,
     arguments: list[str],
     out: Path,
-) -> bool:
-    """Measure, keep the record after every rate, write the report; return whether anything failed."""
+) -> int:
+    """Measure, keep record and report after every rate; return the exit code: whether anything failed."""
     from fi_backend.benchmarks.serving.engines import ENGINES, parse_backend
     from fi_backend.benchmarks.serving.model import prepare_model
-    from fi_backend.benchmarks.serving.records import write_record
+    from fi_backend.benchmarks.serving.records import write_record, write_whole
     from fi_backend.benchmarks.serving.report import render
     from fi_backend.benchmarks.serving.session import Session
     from fi_backend.benchmarks.serving.workload import parse_workload
     from fi_backend.cli.serve_balance import balance_of
+    from fi_backend.cli.serve_interrupt import Interrupted, interruptible
     from fi_backend.cli.serve_view import ServeView
 
     with user_input(backend="--backend", workload="--workload"):
         chosen = [parse_backend(text) for text in backends]
         asked = parse_workload(workload, max_len=max_len)
     options.output_folder(out)
-    with tempfile.TemporaryDirectory(prefix="fi-serve-") as made, ServeView() as view:
+    status = 0
+    with interruptible(), tempfile.TemporaryDirectory(prefix="fi-serve-") as made, ServeView() as view:
         with user_input(model="--model"):
             served = prepare_model(model, Path(made))
         session = Session(
@@ -159,16 +163,20 @@ def _run(
             entries[entry["name"]] = entry
             record["backends"] = list(entries.values())
             write_record(out, record)
+            write_whole(out / "report.html", render([record]))
 
-        for each in chosen:
-            session.measure(each, keep)
-    (out / "report.html").write_text(render([record]))
+        try:
+            for each in chosen:
+                session.measure(each, keep)
+        except Interrupted as stop:
+            status = stop.exit_code
     for entry in record["backends"]:
         _print_result(entry)
     console().print(f"report: {out / 'report.html'}", soft_wrap=True)
-    return any(
+    failed = any(
         entry["failed"] or any(row["errors"] for row in entry["points"]) for entry in record["backends"]
     )
+    return status or (BROKEN_ENVIRONMENT if failed else 0)
 
 
 def _record(
@@ -228,11 +236,12 @@ def report(
     records: Annotated[list[Path], typer.Argument(help="Records, or the folders that hold them.")],
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
 ) -> None:
-    """Put the records of several `bench serve` runs into one report."""
+    """Put the records of several `bench serve` runs into one report, a section for each comparison."""
+    from fi_backend.benchmarks.serving.merge import Source, merge
     from fi_backend.benchmarks.serving.records import read_record
     from fi_backend.benchmarks.serving.report import render
 
     with user_input():
-        found = [read_record(path) for path in records]
+        found = merge([Source(path, read_record(path)) for path in records])
         out.write_text(render(found))
     console().print(f"report: {out}", soft_wrap=True)

@@ -55,6 +55,9 @@ def rates(text: str) -> tuple[float, ...]:
             raise InputError(
                 f"--rates: expected numbers above 0 separated by commas; got {entry!r} in {text!r}"
             )
+        if value in values:
+            # The same requests once more, which the server has in its prefix cache by then.
+            raise InputError(f"--rates: expected each rate once; got {entry} twice in {text!r}")
         values.append(value)
     return tuple(values)
 

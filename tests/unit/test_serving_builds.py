@@ -19,7 +19,7 @@ MODULES = ("cpu_planner", "cpu_attention")
 
 
 class Compiling(FakeServer):
-    """Compiles MODULES on its start if the cache is empty, and `late` as soon as `after` requests have come."""
+    """Compiles MODULES on its start if the cache is empty, and `late` once `after` requests have come."""
 
     late: tuple[str, ...] = ()
     after = 0

@@ -14,15 +14,8 @@ FORMAT: Final = "fi_backend serving 1"
 RECORD, REQUESTS = "record.json", "requests.jsonl"
 _KEYS = ("format", "engine", "model", "workload", "settings", "objectives", "backends")
 _ROW_KEYS = (
-    "rate",
-    "requests",
-    "errors",
-    "ttft_ms",
-    "itl_ms",
-    "goodput_per_s",
-    "lag_ms",
-    "client_late",
-    "holds",
+    *("rate", "runs", "requests", "errors", "stopped_early", "ttft_ms", "itl_ms", "goodput_per_s"),
+    *("output_tokens_per_s", "lag_ms", "loop_lag_ms", "client_late", "holds", "fi", "kv_bytes"),
 )
 
 
@@ -54,9 +47,14 @@ def request_lines(backend: str, rate: float, run: Measured, *, number: int) -> I
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """Write RECORD into `folder`; a reader sees the old or the new one, never half of it."""
-    temporary = folder / f"{RECORD}.new"
-    temporary.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-    temporary.replace(folder / RECORD)
+    write_whole(folder / RECORD, json.dumps(record, indent=1, allow_nan=False) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that a reader never sees half of, nor one who comes after a kill."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -73,15 +73,19 @@ def measurements(record: _Record) -> str:
 
 def details(record: _Record) -> str:
     """Return how the record was made: date, host, versions, settings, commands."""
-    versions = ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
-    settings = ", ".join(f"{name} {value}" for name, value in record["settings"].items())
-    entries = [
-        ("date", record.get("date", "")),
-        ("host", record.get("host", record.get("gpu", ""))),
-        ("versions", versions),
-        ("command", record.get("command", "")),
-        ("settings", settings),
-    ]
+    entries: list[tuple[str, str]] = []
+    for part in record.get("parts", [record]):
+        versions = ", ".join(f"{name} {version}" for name, version in part.get("versions", {}).items())
+        settings = ", ".join(f"{name} {value}" for name, value in part["settings"].items())
+        entries += [
+            *([("record", part["path"])] if "path" in part else ()),
+            ("date", part.get("date", "")),
+            ("host", part.get("host", part.get("gpu", ""))),
+            *([("driver", part["driver"])] if "driver" in part else ()),
+            ("versions", versions),
+            ("command", part.get("command", "")),
+            ("settings", settings),
+        ]
     entries += [
         (f"server of {each['name']}", shlex.join(map(str, each["command"]))) for each in record["backends"]
     ]

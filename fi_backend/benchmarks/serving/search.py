@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -17,6 +17,15 @@ class Sustained:
     rate: float | None
     failed: float | None
     probes: tuple[tuple[float, bool], ...]
+
+
+def held_below(held: Mapping[float, bool]) -> tuple[float | None, float | None]:
+    """Return the highest rate that held below the lowest that did not, and that one; None for none.
+
+    A rate above one that did not hold held by luck.
+    """
+    failed = min((rate for rate, good in held.items() if not good), default=None)
+    return max((rate for rate in held if failed is None or rate < failed), default=None), failed
 
 
 def highest_rate(

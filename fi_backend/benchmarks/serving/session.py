@@ -16,7 +16,7 @@ from fi_backend.benchmarks.serving.engines import Backend, EngineKind
 from fi_backend.benchmarks.serving.model import ServedModel
 from fi_backend.benchmarks.serving.prompts import Prompts
 from fi_backend.benchmarks.serving.protocols import Request
-from fi_backend.benchmarks.serving.search import highest_rate
+from fi_backend.benchmarks.serving.search import held_below, highest_rate
 from fi_backend.benchmarks.serving.server import Server, ServerError
 from fi_backend.benchmarks.serving.summary import (
     Measured,
@@ -126,6 +126,7 @@ class Session:
             "points": [],
             "sustained": None,
             "failed": None,
+            "interrupted": False,
         }
         before: list[str] = []
 
@@ -145,7 +146,7 @@ class Session:
         except ServerError as error:
             entry["failed"] = str(error)
         except KeyboardInterrupt:
-            entry["failed"] = f"interrupted after {len(entry['points'])} rates"
+            entry["failed"], entry["interrupted"] = f"interrupted after {len(entry['points'])} rates", True
             raise
         finally:
             told()
@@ -177,11 +178,8 @@ class Session:
             return bool(row["holds"])
 
         if settings.rates:
-            held = {rate: probe(rate) for rate in settings.rates}
-            failed = min((rate for rate, good in held.items() if not good), default=None)
-            # A rate above one that did not hold held by luck.
-            good = [rate for rate in held if failed is None or rate < failed]
-            entry["sustained"] = {"rate": max(good, default=None), "failed": failed, "how": "grid"}
+            rate, failed = held_below({rate: probe(rate) for rate in settings.rates})
+            entry["sustained"] = {"rate": rate, "failed": failed, "how": "grid"}
         else:
             found = highest_rate(
                 probe,

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench serve` ended from outside: what was measured is in record and report, and no engine stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+from aiohttp import web
+from serving_bench import bench
+from serving_fake import FakeServer
+
+from fi_backend.benchmarks.serving.records import read_record
+from fi_backend.cli.serve_interrupt import Interrupted, interruptible
+
+FIRST_RATE = 2 + 2 * 11  # requests: the warm-up, two runs of ten behind one that waits for quiet
+
+
+class Interrupting(FakeServer):
+    """Sends this process a signal when the first request of the second rate comes."""
+
+    number = signal.SIGTERM
+    report = Path()
+    reports: list[str]
+    stopped: list[bool]
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        if len(self.bodies) == FIRST_RATE and not self.reports:
+            self.reports.append(self.report.read_text())
+            os.kill(os.getpid(), self.number)
+        return await super()._completions(request)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.stopped.append(True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_has_its_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
+    reports: list[str] = []
+    stopped: list[bool] = []
+    result = bench(
+        monkeypatch,
+        tmp_path,
+        *("--backend", "fi,TRITON", "--rates", "20,40"),
+        server=Interrupting,
+        number=number,
+        report=tmp_path / "report.html",
+        reports=reports,
+        stopped=stopped,
+    )
+    assert result.exit_code == 128 + number
+    assert stopped == [True]
+    [entry] = read_record(tmp_path)["backends"]
+    assert (entry["name"], entry["interrupted"]) == ("fi", True)
+    assert entry["failed"] == "interrupted after 1 rates"
+    assert [row["rate"] for row in entry["points"]] == [20]
+    page = (tmp_path / "report.html").read_text()
+    assert "interrupted after 1 rates" in page
+    assert "interrupted after 1 rates" in result.stdout
+    # The report was there before the signal, too: nothing can be caught of SIGKILL.
+    assert len(reports) == 1
+    assert reports[0].count("<circle") == page.count("<circle") > 0
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_signal_does_not_disturb_the_end() -> None:
+    ended = []
+
+    def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+            ended.append(True)
+
+    with pytest.raises(Interrupted) as caught, interruptible():
+        work()
+    assert ended == [True]
+    assert caught.value.exit_code == 143

@@ -14,8 +14,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < kConsumers) warm_lengths(p, c);
   static_assert(sizeof(Control) <= Traits::kControlBytes);
   Control& control = *reinterpret_cast<Control*>(shared + Traits::kSharedBytes - Traits::kControlBytes);
-  const uint32_t stages = ptx::shared_address(shared) + Traits::kQBytes;
-  auto* rows = reinterpret_cast<uint32_t*>(shared + Traits::kQBytes + Traits::kStages * Traits::kStageBytes);
+  const uint32_t stages = ptx::shared_address(shared) + Traits::kRingAt;
+  auto* rows = reinterpret_cast<uint32_t*>(shared + Traits::kRingAt + Traits::kStages * Traits::kStageBytes);
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStages; ++i) {
       for (int lap = 0; lap < 2; ++lap)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The consumers' walk through items: their tiles of the ring, then the result.
 #pragma once
-#include "../sm90/wide.cuh"
+#include "../sm90/widened.cuh"
 #include "levels.cuh"
 
 namespace fi::sm80 {
@@ -83,16 +83,25 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
                                          const Ring<Traits::kStages>& stage, int tiles) {
   if constexpr (Traits::kReadsQueries && !Variant::kTransformsKey) {
     if (1 << w.tile_log2 == kMaxQueryTile) {
-      Consumer<WideHeads<Traits>> wide(p, c, w, tid, shared);
-      sm90::Wide<WideHeads<Traits>>::attend(wide, control, stages, stage, tiles);
+      Consumer<WideHeads<Traits>> x(p, c, w, tid, shared);
+      sm90::Wide<WideHeads<Traits>>::attend(x, control, stages, stage, tiles);
       if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
-      store(wide);
-      wide.sync_columns();  // narrower tiles share the slices in another way
+      store(x);
+      x.sync_columns();  // narrower tiles share the slices in another way
+      return false;
+    }
+  }
+  if constexpr (Traits::kWidens && !Variant::kTransformsKey) {
+    if (1 << w.tile_log2 == kMaxQueryTile) {
+      Consumer<WidenedTiles<Traits>> x(p, c, w, tid, shared);
+      sm90::Widened<WidenedTiles<Traits>>::attend(x, control, stages, stage, tiles);
+      if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
+      store(x);
       return false;
     }
   }
   Consumer<Traits> x(p, c, w, tid, shared);
-  if constexpr (Traits::kWgmma && !Traits::kReadsQueries && !Variant::kTransformsKey) {
+  if constexpr (Traits::kWgmma && !Traits::kReadsQueries && !Traits::kWidens && !Variant::kTransformsKey) {
     if (x.members == 1 && !x.in_bundle()) {
       Ring<Traits::kStages> first = stage;
       if (kRingQueries<Traits> && w.query_tiles) {
@@ -193,7 +202,7 @@ template <class Traits>
 __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                         char* shared, uint32_t stages) {
   const int tid = threadIdx.x;
-  if constexpr (Traits::kWgmma) sm90::give_first_turn<Traits>();
+  if constexpr (Traits::kWgmma && !Traits::kWidens) sm90::give_first_turn<Traits>();
   Ring<Traits::kStages> stage;
   Ring<kSlots> slot;
   while (true) {

@@ -31,6 +31,7 @@ inline constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
 
 inline constexpr int kRowBytes = 128;  // a swizzled row
 inline constexpr int kWideRows = 64;   // rows of one operand of wgmma
+inline constexpr int kWidenedTiles = 3;
 inline constexpr int kMaxStages = 8;
 inline constexpr int kSlots = 4;     // work items between the scheduler and the slowest consumer
 inline constexpr int kRowTiles = 6;  // tiles whose rows the guide has found and no producer has fetched
@@ -70,8 +71,11 @@ struct Traits {
   static constexpr int kMaxGroups = kConsumerWarps / kColumnWarps;  // of 16 rows
   static constexpr int kWarpColumns = kHeadDimV / kColumnWarps;
   static_assert(kWarpColumns % 16 == 0);
-  // Tiles of 128 rows are multiplied by warpgroups (sm90/wide.cuh).
-  static constexpr bool kWgmma = kMovesRegisters && !kFp8 && !kInvariant;
+  // Tiles of 128 rows are multiplied by warpgroups (sm90/wide.cuh), those of fp8 caches once they have been
+  // widened in shared memory (sm90/widened.cuh), for which heads wider than 128 leave no room.
+  static constexpr bool kWidens =
+      kMovesRegisters && !kInvariant && kFp8 && max_of(kHeadDim, kHeadDimV) <= 128;
+  static constexpr bool kWgmma = kMovesRegisters && !kInvariant && (!kFp8 || kWidens);
   // Fragments of the queries stay in registers where the output leaves room for them.
   static constexpr bool kQInRegisters = kMovesRegisters && kHeadDim <= 128;
   // Otherwise wgmma reads them from shared memory, 64 rows as one operand (WideHeads).
@@ -89,7 +93,12 @@ struct Traits {
   static constexpr int stage_bytes(int keys) {
     return tile_bytes(keys, kKChunks * 16) + tile_bytes(keys, kVChunks * 16);
   }
-  static constexpr int fixed_bytes(int keys) { return kQBytes + kControlBytes + kRowTiles * keys * 4; }
+  static constexpr int widened_bytes(int keys) {
+    return kWidens ? kWidenedTiles * (tile_bytes(keys, kHeadDim * 2) + tile_bytes(keys, kHeadDimV * 2)) : 0;
+  }
+  static constexpr int fixed_bytes(int keys) {
+    return kQBytes + widened_bytes(keys) + kControlBytes + kRowTiles * keys * 4;
+  }
   static constexpr int stages(int keys) {
     return min_of(kMaxStages, (kMaxSharedBytes - fixed_bytes(keys)) / stage_bytes(keys));
   }
@@ -101,6 +110,8 @@ struct Traits {
   static_assert(kStages >= kLeastStages && 2 * kStages >= kMaxGroups, "too little shared memory");
   static constexpr int kKBytes = tile_bytes(kKvTile, kKChunks * 16);
   static constexpr int kStageBytes = stage_bytes(kKvTile);
+  static constexpr int kWidenedBytes = widened_bytes(kKvTile);
+  static constexpr int kRingAt = kQBytes + kWidenedBytes;  // where the stages begin
   static constexpr int kSharedBytes = fixed_bytes(kKvTile) + kStages * kStageBytes;
 };
 
@@ -115,7 +126,19 @@ template <class Traits>
 inline constexpr bool kWideHeads = false;
 template <class Base>
 inline constexpr bool kWideHeads<WideHeads<Base>> = true;
-inline constexpr int kWideBarrier = 9;  // of all consumers, in tiles of wide heads
+inline constexpr int kWideBarrier = 9;  // of all consumers, in tiles of wide heads and widened tiles
+
+// The instance as tiles of 128 rows see it that read widened tiles: caches of the queries' type.
+template <class Base>
+struct WidenedTiles : Base {
+  static_assert(Base::kWidens);
+  using TKV = typename Base::T;
+  using Narrow = typename Base::TKV;
+  static constexpr bool kFp8 = false;
+  static constexpr int kNarrowKBytes = Base::kKBytes;
+  static constexpr int kKBytes = tile_bytes(Base::kKvTile, Base::kHeadDim * 2);
+  static constexpr int kBufferBytes = Base::kWidenedBytes / kWidenedTiles;
+};
 
 // Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows.
 __device__ __forceinline__ uint32_t swizzled(int rows, int row, int chunk) {

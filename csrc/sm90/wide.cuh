@@ -67,9 +67,7 @@ struct Wide {
   }
 
   // Where kstep `step` begins in a tile of `rows` rows.
-  static constexpr int columns_at(int rows, int step) {
-    return step / 4 * rows * kRowBytes + step % 4 * 32;
-  }
+  static constexpr int columns_at(int rows, int step) { return step / 4 * rows * kRowBytes + step % 4 * 32; }
 
   // Weights times a tile of V, output fragments from kFirst on, in pieces that wgmma has: of 16, 8, 4 or 2.
   template <int kFirst>

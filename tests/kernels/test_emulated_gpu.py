@@ -92,7 +92,7 @@ def test_windows_sinks_scattered_pages_and_queues(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["wgmma", "mma", "wide heads", "unmeasured", "unmeasured, copy engine"], indirect=True
+    "name", ["wgmma", "mma", "wide heads", "fp8", "unmeasured", "unmeasured, copy engine"], indirect=True
 )
 def test_a_prefill_of_many_laps_of_the_ring(name: str) -> None:
     """A stage that is given back too early is overwritten under products that are still to come."""

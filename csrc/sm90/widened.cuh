@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tiles of 128 packed rows over fp8 caches on Hopper. wgmma multiplies elements of one type, so all consumers
+// widen a tile to the queries' type in shared memory, once for all rows, while the products of the tiles
+// before it run.
+#pragma once
+#include "wide.cuh"
+
+namespace fi::sm90 {
+
+template <class Traits>
+struct Widened {
+  using Products = Wide<Traits>;
+  using Consumer = sm80::Consumer<Traits>;
+  using Ring = sm80::Ring<Traits::kStages>;
+  static constexpr int kKvTile = Traits::kKvTile;
+  static constexpr int kTiles = Consumer::kTiles, kVSteps = Products::kVSteps;
+
+  // What all consumers have written is there, and the products of two tiles ago have read theirs.
+  __device__ __forceinline__ static void sync() { ptx::named_barrier(sm80::kWideBarrier, sm80::kConsumers); }
+
+  // All tiles of an item, the first being at `ring` of the pipeline. Three buffers: one is written while two
+  // are multiplied.
+  __device__ __forceinline__ static void attend(Consumer& x, sm80::Control& control, uint32_t stages,
+                                                Ring ring, int tiles) {
+    if (tiles == 0) return;
+    float scale = x.p.scale * x.p.k_scale[x.kv_head() * x.p.k_scale_stride];
+    if (!sm80::kTransform && !(scale > 0.f)) scale = sm80::quiet_nan();
+    const float factor = sm80::kTransform ? 1.f : scale * sm80::kLog2e;
+    float s[kTiles][4], shrink[2];
+    uint32_t weights[kVSteps][4];
+    Buffers buffers{stages - Traits::kWidenedBytes};
+    int key = x.w.kv_begin;
+    sync();  // the item before may still be multiplied by other warps
+    widen(x, control, stages, ring, buffers.next());
+    sync();
+    ptx::wgmma_fence();
+    start_logits(s, x, buffers.next());
+    buffers.advance();
+    if (tiles > 1) widen(x, control, stages, ring, buffers.next());
+    ptx::wgmma_wait<0>();
+    ptx::settle(s);
+    x.transform(key, scale, s);
+    Products::weigh(x, factor, s, shrink);
+    Products::pack(s, weights);
+#pragma unroll 1
+    for (int left = tiles - 1; left > 0; --left) {
+      key += kKvTile;
+      sync();
+      ptx::wgmma_fence();
+      start_logits(s, x, buffers.next());
+      start_values(x, weights, buffers.last());
+      buffers.advance();
+      if (left > 1) widen(x, control, stages, ring, buffers.next());
+      ptx::wgmma_wait<1>();
+      ptx::settle(s);
+      x.transform(key, scale, s);
+      Products::weigh(x, factor, s, shrink);
+      Products::hold(x.state.sum[0] + x.state.sum[1]);
+      ptx::wgmma_wait<0>();
+      ptx::settle(x.out);
+      ptx::settle(weights);
+      Products::rescale(x, shrink);
+      Products::pack(s, weights);
+    }
+    ptx::wgmma_fence();
+    start_values(x, weights, buffers.last());
+    ptx::wgmma_wait<0>();
+    ptx::settle(x.out);
+  }
+
+ private:
+  struct Buffers {
+    uint32_t first;
+    int at = 0;  // of the tile that is widened last
+
+    __device__ __forceinline__ uint32_t next() const { return first + at * Traits::kBufferBytes; }
+    __device__ __forceinline__ uint32_t last() const {
+      return first + (at == 0 ? sm80::kWidenedTiles - 1 : at - 1) * Traits::kBufferBytes;
+    }
+    __device__ __forceinline__ void advance() { at = at == sm80::kWidenedTiles - 1 ? 0 : at + 1; }
+  };
+
+  __device__ __forceinline__ static void start_logits(float (&s)[kTiles][4], const Consumer& x,
+                                                      uint32_t buffer) {
+    Products::multiply_keys(s, x, buffer);
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ static void start_values(Consumer& x, const uint32_t (&weights)[kVSteps][4],
+                                                      uint32_t buffer) {
+    Products::template multiply_values<0>(x.out, weights, buffer + Traits::kKBytes);
+    ptx::wgmma_commit();
+  }
+
+  // This thread's share of the tile at `ring`, to `buffer`; the stage is free when all warps have come by.
+  __device__ __forceinline__ static void widen(const Consumer& x, sm80::Control& control, uint32_t stages,
+                                               Ring& ring, uint32_t buffer) {
+    const int tid = x.warp * 32 + x.lane;
+    const uint32_t tile = stages + ring.at * Traits::kStageBytes;
+    ptx::mbarrier_wait(sm80::full_barrier(control, ring), ring.lap >> 1 & 1);
+    widen_rows<Traits::kHeadDim / 16>(tid, tile, buffer);
+    widen_rows<Traits::kHeadDimV / 16>(tid, tile + Traits::kNarrowKBytes, buffer + Traits::kKBytes);
+    ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[ring.at]), x.lane);
+    ring.advance();
+    ptx::fence_async_shared();
+  }
+
+  // kChunks: of 16 elements, a row.
+  template <int kChunks>
+  __device__ __forceinline__ static void widen_rows(int tid, uint32_t from, uint32_t to) {
+    const char* narrow = static_cast<const char*>(__cvta_shared_to_generic(from));
+    char* wide = static_cast<char*>(__cvta_shared_to_generic(to));
+#pragma unroll
+    for (int first = 0; first < kKvTile * kChunks; first += sm80::kConsumers) {
+      const int i = first + tid, row = i / kChunks, chunk = i % kChunks;
+      if (kKvTile * kChunks % sm80::kConsumers != 0 && i >= kKvTile * kChunks) break;
+      const uint4 x = *reinterpret_cast<const uint4*>(narrow + sm80::swizzled(kKvTile, row, chunk));
+      const uint4 left = widen8(x.x, x.y), right = widen8(x.z, x.w);
+      // Lanes whose chunks lie in the second 128 bytes of a row begin with the other half: the banks differ.
+      const bool swap = chunk >= 4;
+      const int half = 2 * chunk + swap;
+      *reinterpret_cast<uint4*>(wide + sm80::swizzled(kKvTile, row, half)) = swap ? right : left;
+      *reinterpret_cast<uint4*>(wide + sm80::swizzled(kKvTile, row, half ^ 1)) = swap ? left : right;
+    }
+  }
+
+  __device__ __forceinline__ static uint4 widen8(uint32_t a, uint32_t b) {
+    using T = typename Traits::T;
+    using Narrow = typename Traits::Narrow;
+    return make_uint4(ptx::widen2<T, Narrow>(a), ptx::widen2<T, Narrow>(a >> 16), ptx::widen2<T, Narrow>(b),
+                      ptx::widen2<T, Narrow>(b >> 16));
+  }
+};
+
+}  // namespace fi::sm90

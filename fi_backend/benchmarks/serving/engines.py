@@ -73,7 +73,11 @@ ENGINES = {
             *("--device=cpu", "--disable-cuda-graph", "--dtype=bfloat16", "--mem-fraction-static=0.3"),
             *("--max-total-tokens=65536", "--sampling-backend=pytorch", "--grammar-backend=none"),
         ),
-        cpu_variables={"SGLANG_USE_CPU_ENGINE": "1", "OMP_WAIT_POLICY": "passive"},
+        cpu_variables={
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "TRITON_INTERPRET": "1",  # its allocator of pages is a Triton kernel
+            "OMP_WAIT_POLICY": "passive",
+        },
         dummy=("--load-format=dummy", "--skip-tokenizer-init"),
     ),
 }

@@ -53,14 +53,15 @@ struct KeyRange {
 //   query_transform   element `d` of a query row, given a way to load the row's elements and what
 //                     query_row() has made of the whole row; only asked when kTransformsQuery
 //   key_transform     the same of dequantised keys, with key_row(); only asked when kTransformsKey
+//   value_transform   element `d` of a value, dequantised by v_scale too; only asked when kTransformsValue
 //   key_turns         by how many turns key_transform() turns elements `pair` and pair + head_dim / 2 of a
 //                     key, where kTurnsKeys and turns_keys() say that it does nothing else
 // In kernels for GPUs kMasks and kTransformsLogits stand for the has_*() of what the spec does not ask for,
 // and kShares says that nothing depends on the row's position: rows of many requests may read keys together.
 struct StandardVariant {
   static constexpr bool kSoftmax = true, kTransformsQuery = false, kTransformsKey = false;
-  static constexpr bool kTransformsOutput = false, kTransformsLogits = false, kMasks = false, kShares = true;
-  static constexpr bool kTurnsKeys = false;
+  static constexpr bool kTransformsValue = false, kTransformsOutput = false, kTransformsLogits = false;
+  static constexpr bool kMasks = false, kShares = true, kTurnsKeys = false;
   FI_HOST_DEVICE static bool turns_keys(const AttentionParams&) { return false; }
 
   // The element mask may differ between the heads of a KV head's group.
@@ -119,13 +120,21 @@ struct StandardVariant {
     return load(d);
   }
 
+  template <class F, class Load, class Int>
+  FI_HOST_DEVICE static F value_transform(const AttentionParams&, Load load, int32_t d,
+                                          const KeyIndexOf<Int>&) {
+    return load(d);
+  }
+
   FI_HOST_DEVICE static float output_transform(const AttentionParams&, float o, int32_t, const RowIndex&,
                                                float) {
     return o;
   }
 
+  // kScales: v_scale is still to be applied, as it is to sums of values that nothing has transformed.
+  template <bool kScales = true>
   FI_HOST_DEVICE static float finish(const AttentionParams& p, const RowIndex& i, float& lse) {
-    float factor = p.v_scale ? p.v_scale[i.kv_head * p.v_scale_stride] : 1.0f;
+    float factor = kScales && p.v_scale ? p.v_scale[i.kv_head * p.v_scale_stride] : 1.0f;
     if (p.sinks) {
       const float sink = p.sinks[i.qo_head];
       const float top = sink > lse ? sink : lse;

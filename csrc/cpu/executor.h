@@ -30,8 +30,8 @@ class Executor : private ItemRows {
   }
 
   // What a variant transforms, and sums that are no averages, stay in float.
-  static constexpr bool kUsesAmx =
-      kHasAmx<Q, KV> && Variant::kSoftmax && !Variant::kTransformsQuery && !Variant::kTransformsKey;
+  static constexpr bool kUsesAmx = kHasAmx<Q, KV> && Variant::kSoftmax && !Variant::kTransformsQuery &&
+                                   !Variant::kTransformsKey && !Variant::kTransformsValue;
 
   // Prepares this thread for a launch.
   void begin(const AttentionParams& params) {
@@ -79,7 +79,8 @@ class Executor : private ItemRows {
     o_ = arena_.take<float>(outputs);
     fold_ = arena_.take<float>(outputs);
     s_ = arena_.take<float>(int64_t(kMaxQueryTile) * kKeyTile);
-    if constexpr (Variant::kTransformsKey) elements_ = arena_.take<float>(int64_t(dim_capacity_) * kLanes);
+    if constexpr (Variant::kTransformsKey || Variant::kTransformsValue)
+      elements_ = arena_.take<float>(int64_t(pad_lanes(std::max(dim_capacity_, dim_v_capacity_))) * kLanes);
     with_engine(
         [this](auto& engine) { engine.take_memory(arena_, kMaxQueryTile, dim_capacity_, dim_v_capacity_); });
 #if defined(FI_AMX)
@@ -350,7 +351,9 @@ class Executor : private ItemRows {
       this->template soften_rows<Engine>(r, r, n, tile, visible_ + r, s, ahead);
       engine.begin_sums(r, n, s, alpha_ + r, o, o_stride_);
     });
-    const bool finite = engine.set_values(tokens.v, rows_, !uniform, ahead);
+    bool finite = engine.set_values(tokens.v, rows_, !uniform || Variant::kTransformsValue, ahead);
+    if constexpr (Variant::kTransformsValue)
+      finite = engine.transform_values(elements_, ValueTransform<Variant>(*p_, request_, kv_head_, tile));
     for_blocks([&](int r, int n, float* s, float* o) {
       // Zero times NaN is NaN: where rows differ in what they see, a special value must not reach all of
       // them.

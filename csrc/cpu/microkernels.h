@@ -151,23 +151,36 @@ inline void weigh_visible(const float* const* rows, const float* p, uint64_t vis
   }
 }
 
+// Whether all elements of some vectors are finite.
+class FiniteCheck {
+ public:
+  // The sign bit appears where the exponent is all ones.
+  void add(Vec v) { special_ |= ((UVec)v & 0x7fffffffu) + 0x00800000u; }
+
+  explicit operator bool() const {
+    for (int i = 0; i < kLanes; ++i)
+      if (special_[i] >> 31) return false;
+    return true;
+  }
+
+ private:
+  UVec special_{};
+};
+
 // Converts rows of V to floats, zeros up to whole vectors; says whether all of them are finite.
 template <class KV, class F>
 bool convert_values(const KV* const* rows, int begin, int end, int dim, float* out, int out_stride, F ahead) {
-  UVec special{};
+  FiniteCheck finite;
   for (int k = begin; k < end; ++k) {
     float* to = out + int64_t(k) * out_stride;
     for (int d = 0; d < dim; d += kLanes) {
       const Vec v = load_part(rows[k] + d, dim - d);
-      special |=
-          ((UVec)v & 0x7fffffffu) + 0x00800000u;  // the sign bit appears where the exponent is all ones
+      finite.add(v);
       store(to + d, v);
     }
     ahead();
   }
-  for (int i = 0; i < kLanes; ++i)
-    if (special[i] >> 31) return false;
-  return true;
+  return bool(finite);
 }
 
 }  // namespace fi::cpu

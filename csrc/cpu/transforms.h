@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the functors of a variant that transform queries, keys and outputs are called.
+// How the functors of a variant that transform queries, keys and values are called.
 #pragma once
 #include <algorithm>
 
@@ -8,26 +8,12 @@
 
 namespace fi::cpu {
 
-// What VectorTile::transform_keys() asks for: element d of the keys tile + key .. of a request.
-template <class Variant>
-class KeyTransform {
- public:
-  KeyTransform(const AttentionParams& p, int32_t request, int32_t kv_head, int32_t tile)
-      : p_(p),
-        request_(request),
-        kv_head_(kv_head),
-        tile_(tile),
-        scale_(p.k_scale ? p.k_scale[kv_head * p.k_scale_stride] : 1.0f) {}
+// The keys tile + key .. of a request, one in each lane, and how their elements are dequantised.
+class KeyLanes {
+ protected:
+  KeyLanes(const AttentionParams& p, int32_t request, int32_t kv_head, int32_t tile, float scale)
+      : p_(p), request_(request), kv_head_(kv_head), tile_(tile), scale_(scale) {}
 
-  void begin(const float* elements, int key) {
-    row_ = Variant::template key_row<Vec>(p_, loader(elements), index_of(key));
-  }
-
-  Vec operator()(const float* elements, int d, int key) const {
-    return Variant::template key_transform<Vec>(p_, loader(elements), d, index_of(key), row_);
-  }
-
- private:
   auto loader(const float* elements) const {
     return [elements, scale = scale_](int32_t d) { return load(elements + d * kLanes) * scale; };
   }
@@ -41,7 +27,37 @@ class KeyTransform {
   const AttentionParams& p_;
   int32_t request_, kv_head_, tile_;
   float scale_;
+};
+
+// What VectorTile::transform_keys() asks for: element d of the keys from `key` on.
+template <class Variant>
+class KeyTransform : KeyLanes {
+ public:
+  KeyTransform(const AttentionParams& p, int32_t request, int32_t kv_head, int32_t tile)
+      : KeyLanes(p, request, kv_head, tile, p.k_scale ? p.k_scale[kv_head * p.k_scale_stride] : 1.0f) {}
+
+  void begin(const float* elements, int key) {
+    row_ = Variant::template key_row<Vec>(p_, loader(elements), index_of(key));
+  }
+
+  Vec operator()(const float* elements, int d, int key) const {
+    return Variant::template key_transform<Vec>(p_, loader(elements), d, index_of(key), row_);
+  }
+
+ private:
   Vec row_{};
+};
+
+// What VectorTile::transform_values() asks for.
+template <class Variant>
+class ValueTransform : KeyLanes {
+ public:
+  ValueTransform(const AttentionParams& p, int32_t request, int32_t kv_head, int32_t tile)
+      : KeyLanes(p, request, kv_head, tile, p.v_scale ? p.v_scale[kv_head * p.v_scale_stride] : 1.0f) {}
+
+  Vec operator()(const float* elements, int d, int key) const {
+    return Variant::template value_transform<Vec>(p_, loader(elements), d, index_of(key));
+  }
 };
 
 template <class Variant>

@@ -82,6 +82,34 @@ class VectorTile {
     return convert_values(rows, begin_, end_, dim_v_, values_, stride, [&] { ahead.step(); });
   }
 
+  // Replaces elements of the tile's values, which set_values() has checked, as transform_keys() does those of
+  // keys. Says whether all are finite now. `elements` has room for whole vectors of dimensions.
+  template <class F>
+  bool transform_values(float* elements, const F& f) {
+    const int stride = pad_lanes(dim_v_);
+    FiniteCheck finite;
+    Vec block[kLanes];
+    for (int key = begin_ / kLanes * kLanes; key < end_; key += kLanes) {
+      const int first = std::max(begin_ - key, 0), last = std::min(end_ - key, kLanes);
+      const auto row_at = [&](int lane) { return values_ + int64_t(key + lane) * stride; };
+      for (int d = 0; d < dim_v_; d += kLanes) {
+        // Lanes of keys that do not exist hold a copy of one that does.
+        for (int i = 0; i < kLanes; ++i) block[i] = load(row_at(i >= first && i < last ? i : first) + d);
+        transpose(block);
+        for (int i = 0; i < kLanes; ++i) store(elements + (d + i) * kLanes, block[i]);
+      }
+      for (int d = 0; d < dim_v_; d += kLanes) {
+        for (int i = 0; i < kLanes; ++i) block[i] = d + i < dim_v_ ? f(elements, d + i, key) : Vec{};
+        transpose(block);
+        for (int i = first; i < last; ++i) {
+          finite.add(block[i]);
+          store(row_at(i) + d, block[i]);
+        }
+      }
+    }
+    return bool(finite);
+  }
+
   // s[row][key] for the rows of a block. Keys outside the tile keep what s held, or get any number.
   template <class F>
   void dot_keys(int first, int count, float* s, F&) const {

@@ -52,6 +52,8 @@ using Variant = FI_VARIANT;
 inline constexpr bool kTransform = FI_LOGITS_TRANSFORM || Variant::kTransformsLogits || !Variant::kSoftmax;
 inline constexpr bool kPackedMask = FI_LOGITS_MASK;
 inline constexpr bool kMask = kPackedMask || Variant::kMasks;
+// wgmma reads keys and values as they lie in shared memory.
+inline constexpr bool kTransformsTiles = Variant::kTransformsKey || Variant::kTransformsValue;
 // Whether states of a shared prefix serve the rows of all who share it.
 inline constexpr bool kSharesPrefixes = !kMask && Variant::kShares;
 

@@ -6,8 +6,8 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/wgmma.cuh"
 #include "softmax.cuh"
+#include "transformed_tiles.cuh"
 #include "turned_keys.cuh"
-#include "work.cuh"
 
 namespace fi::sm80 {
 
@@ -18,35 +18,6 @@ __device__ __forceinline__ uint32_t chunk_pair(uint32_t base, int rows, int pair
 }
 
 __device__ __forceinline__ int row_groups(const Work& w) { return max(1 << w.tile_log2, 16) / 16; }
-
-// Gives element d of a key of the tile, dequantised.
-template <class Traits>
-__device__ __forceinline__ auto key_loader(const AttentionParams& p, uint32_t k_tile, int key, int kv_head) {
-  using TKV = typename Traits::TKV;
-  const char* tile = static_cast<const char*>(__cvta_shared_to_generic(k_tile));
-  const float k_scale = p.k_scale[kv_head * p.k_scale_stride];
-  return [=](int d) {
-    const char* at =
-        tile + swizzled(Traits::kKvTile, key, d * int(sizeof(TKV)) / 16) + d * int(sizeof(TKV)) % 16;
-    if constexpr (Traits::kFp8) {
-      const uint32_t wide = ptx::widen2<__half, TKV>(*reinterpret_cast<const uint8_t*>(at));
-      return k_scale * __half2float(__low2half(reinterpret_cast<const __half2&>(wide)));
-    } else {
-      return k_scale * float(*reinterpret_cast<const typename Traits::T*>(at));
-    }
-  };
-}
-
-// Elements d and d + 1 of a key of the tile, transformed. Not inlined: a tile has hundreds of places that
-// ask, and a functor of some length in each of them takes a minute to compile.
-template <class Traits>
-__device__ __noinline__ uint32_t transformed_keys(const AttentionParams& p, uint32_t k_tile, int request,
-                                                  int position, int kv_head, int key, int d, float whole) {
-  const auto load = key_loader<Traits>(p, k_tile, key, kv_head);
-  const KeyIndexOf<int> index{request, position, kv_head};
-  return ptx::pack2<typename Traits::T>(Variant::template key_transform<float>(p, load, d, index, whole),
-                                        Variant::template key_transform<float>(p, load, d + 1, index, whole));
-}
 
 template <class Traits>
 struct Consumer {
@@ -228,8 +199,9 @@ struct Consumer {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       const int key = t * 8 + lane / 4;
-      whole[t] = Variant::template key_row<float>(p, key_loader<Traits>(p, k_tile, key, kv_head()),
-                                                  KeyIndexOf<int>{w.request, key_begin + key, kv_head()});
+      whole[t] = Variant::template key_row<float>(
+          p, element_loader<Traits>(k_tile, key, p.k_scale[kv_head() * p.k_scale_stride]),
+          KeyIndexOf<int>{w.request, key_begin + key, kv_head()});
     }
   }
 
@@ -356,7 +328,8 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void accumulate(uint32_t v_tile, float scale, float (&s)[kTiles][4]) {
+  __device__ __forceinline__ void accumulate(uint32_t v_tile, int key_begin, float scale,
+                                             float (&s)[kTiles][4]) {
     if constexpr (Variant::kSoftmax) weigh(scale, s);
     constexpr int kSteps = Traits::kFp8 ? 2 : 1;  // of 16 keys, that one ldmatrix reads
 #pragma unroll
@@ -366,8 +339,18 @@ struct Consumer {
       for (int j = 0; j < kSteps; ++j) weights_fragment(s, t + j, a[j]);
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
+        const int block = column_warp * kBlocks + n;
+        if constexpr (Variant::kTransformsValue) {
+#pragma unroll
+          for (int j = 0; j < kSteps; ++j) {
+            const uint4 b = transformed_values<Traits>(p, w, v_tile, kv_head(), key_begin, t + j, block);
+            ptx::mma_m16n8k16<T>(out[2 * n], a[j], b.x, b.y);
+            ptx::mma_m16n8k16<T>(out[2 * n + 1], a[j], b.z, b.w);
+          }
+          continue;
+        }
         uint32_t b[4];
-        read_values(b, v_tile + t * 16 * kRowBytes, column_warp * kBlocks + n, lane);
+        read_values(b, v_tile + t * 16 * kRowBytes, block, lane);
 #pragma unroll
         for (int j = 0; j < kSteps; ++j) multiply_values(out[2 * n], out[2 * n + 1], a[j], b, j);
       }
@@ -400,7 +383,7 @@ struct Consumer {
     float s[kTiles][4];
     logits(stage, key_begin, s);
     transform(key_begin, scale, s);
-    accumulate(stage + Traits::kKBytes, kTransform ? 1.f : scale * kLog2e, s);
+    accumulate(stage + Traits::kKBytes, key_begin, kTransform ? 1.f : scale * kLog2e, s);
   }
 };
 

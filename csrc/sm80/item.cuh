@@ -81,7 +81,7 @@ template <class Traits>
 __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                          const Work& w, int tid, char* shared, uint32_t stages,
                                          const Ring<Traits::kStages>& stage, int tiles) {
-  if constexpr (Traits::kReadsQueries && !Variant::kTransformsKey) {
+  if constexpr (Traits::kReadsQueries && !kTransformsTiles) {
     if (1 << w.tile_log2 == kMaxQueryTile) {
       Consumer<WideHeads<Traits>> x(p, c, w, tid, shared);
       sm90::Wide<WideHeads<Traits>>::attend(x, control, stages, stage, tiles);
@@ -91,7 +91,7 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
       return false;
     }
   }
-  if constexpr (Traits::kWidens && !Variant::kTransformsKey) {
+  if constexpr (Traits::kWidens && !kTransformsTiles) {
     if (1 << w.tile_log2 == kMaxQueryTile) {
       Consumer<WidenedTiles<Traits>> x(p, c, w, tid, shared);
       sm90::Widened<WidenedTiles<Traits>>::attend(x, control, stages, stage, tiles);
@@ -101,7 +101,7 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
     }
   }
   Consumer<Traits> x(p, c, w, tid, shared);
-  if constexpr (Traits::kWgmma && !Traits::kReadsQueries && !Traits::kWidens && !Variant::kTransformsKey) {
+  if constexpr (Traits::kWgmma && !Traits::kReadsQueries && !Traits::kWidens && !kTransformsTiles) {
     if (x.members == 1 && !x.in_bundle()) {
       Ring<Traits::kStages> first = stage;
       if (kRingQueries<Traits> && w.query_tiles) {

@@ -56,8 +56,8 @@ def query_tiles(
     # csrc/sm80/traits.cuh).
     if (arch or cuda_arch(device)) != "sm_90a":
         return 16, 64
-    turns = variant is not None and variant.key_transform is not None
-    multiplies = spec.kv_dtype == spec.dtype and not spec.batch_invariant and not turns
+    transforms = variant is not None and (variant.key_transform, variant.value_transform) != (None, None)
+    multiplies = spec.kv_dtype == spec.dtype and not spec.batch_invariant and not transforms
     return 16, 128 if spec.head_dim_v <= 128 or multiplies else 64
 
 

@@ -33,6 +33,7 @@ FUNCTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "key_transform": ("x", "d", "reduced", *_KEY),
         "key_turns": ("pair", *_KEY),
         "key_turns_if": (),
+        "value_transform": ("x", "d", *_KEY),
         "logits_transform": ("logit", "batch_idx", "qo_idx", "q_pos", "kv_idx", "qo_head_idx", "kv_head_idx"),
         "logits_mask": ("batch_idx", "qo_idx", "q_pos", "kv_idx", "qo_head_idx", "kv_head_idx"),
         "finish": ("lse", *_ROW),
@@ -88,14 +89,16 @@ class AttentionVariant:
     name: lower-case identifier. params: what functors read as ``params.<name>``: "float32", "int32" or "bool"
     for a number, or a TensorParam; up to eight of each. defaults: values of parameters that run() need not be
     given. softmax: False makes the transformed logits the weights themselves; outputs add up, lse is 0.
-    vectorized: the bodies of key_reduce, key_transform and logits_transform use nothing but operators,
-    where() and the mathematics of csrc/core/functions.h on keys, so that the CPU hands them vectors of keys.
+    vectorized: the bodies of key_reduce, key_transform, value_transform and logits_transform use nothing but
+    operators, where() and the mathematics of csrc/core/functions.h on keys and values, so that the CPU hands
+    them vectors of keys.
 
     The functors are bodies of C++ functions, each with a ``return``; docs/extending.md lists what they see:
     visible_range: a KeyRange outside which nothing is read. query_reduce, key_reduce: one float of a whole
     row, `reduced` below. query_transform, key_transform: element `d` of a query, of a dequantised key.
     key_turns: a promise beside key_transform that spares GPUs most of its calls: it turns elements `pair` and
     ``pair + head_dim / 2`` by so many turns, and does nothing else, wherever key_turns_if returns true.
+    value_transform: element `d` of a dequantised value.
     logits_transform: a logit (or a weight) of a scaled dot product. logits_mask: whether a key is seen.
     finish: a factor of a row's output; may change `lse`. output_transform: element `d` of the output.
 
@@ -117,6 +120,7 @@ class AttentionVariant:
     key_transform: str | None = None
     key_turns: str | None = None
     key_turns_if: str | None = None
+    value_transform: str | None = None
     logits_transform: str | None = None
     logits_mask: str | None = None
     finish: str | None = None

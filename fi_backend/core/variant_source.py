@@ -25,7 +25,7 @@ _BEGIN = "const AttentionParams& p"
 _TYPES = {"x": "const Row&", "logit": "F", "o": "float", "lse": "float&", "reduced": "float", "kv_idx": "Int"}
 _ROW = "i.request, i.q_token, i.token, i.q_pos, i.qo_head, i.kv_head"
 # Functor -> (template and result of the body, the function that the template calls).
-_OF_KEYS = {"key_reduce", "key_transform", "key_turns", "logits_transform"}
+_OF_KEYS = {"key_reduce", "key_transform", "key_turns", "value_transform", "logits_transform"}
 _WRAPPERS = {
     "visible_range": f"""
   FI_DEVICE static KeyRange visible_keys({_BEGIN}, int32_t q_pos, int32_t kv_len) {{
@@ -72,6 +72,14 @@ _WRAPPERS = {
   }}""",
     "key_turns_if": f"""
   FI_DEVICE static bool turns_keys({_BEGIN}) {{ return key_turns_if_body(p, Params(p)); }}""",
+    "value_transform": f"""
+  template <class F, class Load, class Int>
+  FI_DEVICE static F value_transform({_BEGIN}, const Load& load, int32_t d, const KeyIndexOf<Int>& i) {{
+    const Params params(p);
+    return for_keys<kVectorized>(load, i.kv_pos, F{{}}, p.head_dim_v, [&](auto row, auto kv_pos, auto one) {{
+      return value_transform_body<decltype(one)>(p, params, row, d, i.request, kv_pos, i.kv_head);
+    }});
+  }}""",
     "logits_transform": f"""
   template <class Math, class F, class Int>
   FI_DEVICE static F logits_transform({_BEGIN}, F logit, const LogitIndexOf<Int>& i) {{
@@ -92,7 +100,7 @@ _WRAPPERS = {
   FI_DEVICE static bool has_mask({_BEGIN}) {{ return true; }}""",
     "finish": f"""
   FI_DEVICE static float finish({_BEGIN}, const RowIndex& i, float& lse) {{
-    const float factor = StandardVariant::finish(p, i, lse);
+    const float factor = StandardVariant::finish<!kTransformsValue>(p, i, lse);
     return factor * finish_body(p, Params(p), lse, {_ROW});
   }}""",
     "output_transform": f"""
@@ -140,6 +148,7 @@ def functors(variant: AttentionVariant) -> str:
         "kTransformsQuery": variant.query_transform is not None,
         "kTransformsKey": variant.key_transform is not None,
         "kTurnsKeys": variant.key_turns is not None,
+        "kTransformsValue": variant.value_transform is not None,
         "kTransformsOutput": variant.output_transform is not None,
         "kTransformsLogits": variant.logits_transform is not None,
         "kMasks": variant.logits_mask is not None,
@@ -151,6 +160,9 @@ def functors(variant: AttentionVariant) -> str:
     lines += ["    return kTransformsLogits || !kSoftmax || StandardVariant::has_transform(p);", "  }"]
     if variant.key_turns_if is None:
         lines += [f"  FI_DEVICE static bool turns_keys({_BEGIN}) {{ return true; }}"]
+    if variant.value_transform is not None and variant.finish is None:
+        lines += [f"  FI_DEVICE static float finish({_BEGIN}, const RowIndex& i, float& lse) {{"]
+        lines += ["    return StandardVariant::finish<false>(p, i, lse);", "  }"]
     for name, body in variant.functors:
         lines += _signature(name)
         _add_text(lines, variant, name, body)

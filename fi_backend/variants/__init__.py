@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fi_backend.core.variant import AttentionVariant
 from fi_backend.hooks import hookimpl
 from fi_backend.variants.biases import ALIBI, LOGIT_BIAS, SOFT_CAP
+from fi_backend.variants.channel_scales import CHANNEL_SCALES
 from fi_backend.variants.flash_sigmoid import FLASH_SIGMOID
 from fi_backend.variants.output_gate import OUTPUT_GATE, OUTPUT_SCALE
 from fi_backend.variants.qk_norm import QK_NORM
@@ -16,6 +17,7 @@ from fi_backend.variants.windows import SINK_WINDOW, SLIDING_WINDOW
 
 __all__ = [
     "ALIBI",
+    "CHANNEL_SCALES",
     "FLASH_SIGMOID",
     "LOGIT_BIAS",
     "OUTPUT_GATE",
@@ -37,6 +39,7 @@ def fi_backend_attention_variants() -> Sequence[AttentionVariant]:
     """Register them by name, as any package does."""
     return (
         ALIBI,
+        CHANNEL_SCALES,
         FLASH_SIGMOID,
         LOGIT_BIAS,
         OUTPUT_GATE,

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches for variants of attention, and what the shipped ones are by definition, in float64.
-
-An oracle is given one request and nothing of the implementation: it turns (q, k, positions) into weights.
-"""
+"""Batches for variants of attention, held against their definitions in float64."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,58 +13,11 @@ from numeric import assert_close
 from torch import Tensor
 
 from fi_backend import AttentionSpec, AttentionVariant, BatchAttention, PageTable
+from fi_backend.benchmarks.variant_oracles import ORACLES, Oracle, Request, logits
 from fi_backend.core.planner import CostModel
 from fi_backend.core.sharing import SharingLimits
 
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One request for an oracle: float64 [rows or keys, heads, dim], KV heads repeated for query heads."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_pos: Tensor  # [rows]
-    kv_pos: Tensor  # [keys]
-    scale: float
-    index: int
-    first_token: int  # row of q in the batch
-
-    @property
-    def distance(self) -> Tensor:
-        """Key position - query position, [rows, keys]."""
-        return self.kv_pos[None] - self.q_pos[:, None]
-
-
-def logits(request: Request, q: Tensor | None = None, k: Tensor | None = None) -> Tensor:
-    """Scaled dot products [heads, rows, keys] of the request's queries and keys, or of others."""
-    rows, keys = request.q if q is None else q, request.k if k is None else k
-    return torch.einsum("qhd,khd->hqk", rows, keys) * request.scale
-
-
-@dataclass(frozen=True, kw_only=True)
-class Oracle:
-    """A variant by definition; each part is given the request and the arguments."""
-
-    logits: Callable[[Request, Mapping[str, Any]], Tensor] = lambda r, _: logits(r)
-    visible: Callable[[Request, Mapping[str, Any]], Tensor] | None = None
-    weights: Callable[[Tensor], Tensor] | None = None  # of logits, in place of a softmax
-    output: Callable[[Request, Mapping[str, Any], Tensor], Tensor] = lambda _r, _a, o: o
-
-    def attention(self, request: Request, args: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return (o, amplitude) of a causal request: [rows, heads, dim_v]."""
-        seen = request.distance <= 0
-        if self.visible is not None:
-            seen = seen & self.visible(request, args)
-        x = self.logits(request, args)
-        if self.weights is not None:
-            p = self.weights(x) * seen
-        else:
-            p = torch.exp(x - x.masked_fill(~seen, -math.inf).amax(-1, keepdim=True).clamp(min=-1e300)) * seen
-            p = p / p.sum(-1, keepdim=True).clamp(min=1e-300)
-        o = torch.einsum("hqk,khd->qhd", p, request.v)
-        amplitude = torch.einsum("hqk,khd->qhd", p.abs(), request.v.abs())
-        return self.output(request, args, o), self.output(request, args, amplitude).abs()
+__all__ = ["ORACLES", "Oracle", "VariantBatch", "arguments", "check_shared_prefix", "check_variant", "logits"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +36,13 @@ class VariantBatch:
     split: bool = False
     shared_pages: int = 0  # all requests begin with these pages of the first one
     k_scale: float = 1.0
+    v_scale: float = 1.0
+    num_ctas: int | None = 4  # None: as many as the device has multiprocessors
     seed: int = 0
+
+    @property
+    def head_dim_v(self) -> int:
+        return int(self.options.get("head_dim_v", self.head_dim))
 
 
 SPLIT = CostModel(granule=16, min_chunk=16, alpha=1, beta=(1, 1, 1, 1, 1), part_cost=1, share_cost=0)
@@ -108,7 +64,7 @@ def check_variant(
         max_tokens=tokens,
         max_kv_len=max(batch.kv_lens),
         device=batch.device,
-        num_ctas=4 if batch.device == "cpu" else None,
+        num_ctas=batch.num_ctas,
         costs=SPLIT if batch.split else None,
         sharing=SharingLimits(4, 2, tokens) if batch.shared_pages else None,
         variant=variant,
@@ -121,8 +77,10 @@ def check_variant(
     for row, pages in zip(table, ids, strict=True):
         row[: pages.numel()] = pages.int()
     kv_dtype = getattr(torch, spec.kv_dtype)
-    shape = (sum(counts), page, hkv, dim)
-    k, v = ((torch.randn(shape, generator=random) / batch.k_scale**i).to(kv_dtype) for i in (1, 0))
+    k, v = (
+        (torch.randn(sum(counts), page, hkv, width, generator=random) / scale).to(kv_dtype)
+        for width, scale in ((dim, batch.k_scale), (spec.head_dim_v, batch.v_scale))
+    )
     q = torch.randn(tokens, hq, dim, generator=random).to(getattr(torch, spec.dtype))
     starts = torch.tensor([0, *batch.q_lens]).cumsum(0).int()
     lens = torch.tensor(batch.kv_lens, dtype=torch.int32)
@@ -134,9 +92,13 @@ def check_variant(
         kv_lens_host=lens,
         detect_prefixes=bool(batch.shared_pages),
     )
-    out = torch.full((tokens, hq, dim), math.nan, dtype=q.dtype, device=batch.device)
+    out = torch.full((tokens, hq, spec.head_dim_v), math.nan, dtype=q.dtype, device=batch.device)
     attention.run(
-        *(x.to(batch.device) for x in (q, k, v)), out=out, k_scale=batch.k_scale, variant_args=there
+        *(x.to(batch.device) for x in (q, k, v)),
+        out=out,
+        k_scale=batch.k_scale,
+        v_scale=batch.v_scale,
+        variant_args=there,
     )
     expected, amplitude = [], []
     for r, (q_len, kv_len) in enumerate(zip(batch.q_lens, batch.kv_lens, strict=True)):
@@ -145,12 +107,12 @@ def check_variant(
         request = Request(
             q=q[begin : begin + q_len].double(),
             k=keys.repeat_interleave(hq // hkv, 1) * batch.k_scale,
-            v=values.repeat_interleave(hq // hkv, 1),
+            v=values.repeat_interleave(hq // hkv, 1) * batch.v_scale,
             q_pos=torch.arange(q_len) + kv_len - q_len,
             kv_pos=torch.arange(kv_len),
             scale=spec.scale,
             index=r,
-            first_token=begin,
+            tokens=torch.arange(begin, begin + q_len),
         )
         o, size = oracle.attention(request, args)
         expected.append(o)
@@ -159,65 +121,14 @@ def check_variant(
     return attention
 
 
-def _rotated(x: Tensor, positions: Tensor, args: Mapping[str, Any], interleaved: bool) -> Tensor:
-    turns = args["frequencies"].double().sum(1)
-    angle = (2 * math.pi * positions[:, None].double() * turns)[:, None]
-    c, s = angle.cos(), angle.sin()
-    half = turns.numel()
-    rotary, rest = x[..., : 2 * half], x[..., 2 * half :]
-    if interleaved:
-        a, b = rotary[..., 0::2], rotary[..., 1::2]
-        turned = torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)
-    else:
-        a, b = rotary[..., :half], rotary[..., half:]
-        turned = torch.cat((a * c - b * s, b * c + a * s), -1)
-    return torch.cat((turned, rest), -1)
-
-
-def rope_oracle(interleaved: bool) -> Oracle:
-    """Rotary embeddings of queries and keys at their positions, moved by the offsets."""
-
-    def rope_logits(r: Request, args: Mapping[str, Any]) -> Tensor:
-        q_pos, kv_pos = (
-            positions + (int(args[name][r.index]) if name in args else 0)
-            for positions, name in ((r.q_pos, "q_offset"), (r.kv_pos, "k_offset"))
-        )
-        return logits(r, _rotated(r.q, q_pos, args, interleaved), _rotated(r.k, kv_pos, args, interleaved))
-
-    return Oracle(logits=rope_logits)
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
-
-
-def _per_row(r: Request, x: Tensor) -> Tensor:
-    return x[r.first_token : r.first_token + r.q.shape[0]].double()
-
-
-ORACLES: Mapping[str, Oracle] = {
-    "flash_sigmoid": Oracle(logits=lambda r, a: logits(r) + a["bias"], weights=torch.sigmoid),
-    "soft_cap": Oracle(logits=lambda r, a: a["cap"] * torch.tanh(logits(r) / a["cap"])),
-    "alibi": Oracle(logits=lambda r, a: logits(r) + a["slopes"].double()[:, None, None] * r.distance),
-    "logit_bias": Oracle(
-        logits=lambda r, a: (
-            logits(r) + _per_row(r, a["bias"].transpose(0, 1)).transpose(0, 1)[..., : r.k.shape[0]]
-        )
-    ),
-    "sliding_window": Oracle(visible=lambda r, a: r.distance > -a["window"]),
-    "sink_window": Oracle(
-        visible=lambda r, a: (r.distance > -a["window"]) | (r.kv_pos < a["sink_tokens"])[None]
-    ),
-    "qk_norm": Oracle(
-        logits=lambda r, a: logits(
-            r, _norm(r.q, a["q_weight"], a["eps"]), _norm(r.k, a["k_weight"], a["eps"])
-        )
-    ),
-    "output_scale": Oracle(output=lambda _r, a, o: o * a["scale"].double()[None, :, None]),
-    "output_gate": Oracle(output=lambda r, a, o: o * _per_row(r, a["gate"]).sigmoid()),
-    "rope": rope_oracle(False),
-    "rope_interleaved": rope_oracle(True),
-}
+def check_shared_prefix(name: str, batch: VariantBatch) -> None:
+    """Decode three requests behind 32 shared pages, which the plan has to read once."""
+    batch = replace(batch, q_lens=(1, 1, 1), kv_lens=(600, 700, 900), shared_pages=32, split=True)
+    attention = check_variant(name, ORACLES[name], arguments(name, batch), batch)
+    assert attention.tally is not None
+    saved = attention.tally.take()
+    assert saved.nodes > 0, "nothing was shared"
+    assert saved.tokens == 2 * 32 * batch.page_size
 
 
 def arguments(name: str, batch: VariantBatch) -> dict[str, Any]:
@@ -225,7 +136,7 @@ def arguments(name: str, batch: VariantBatch) -> dict[str, Any]:
     from fi_backend.variants import Llama31Scaling, rope_frequencies
 
     random = torch.Generator().manual_seed(batch.seed + 1)
-    heads, tokens, requests = batch.heads[0], sum(batch.q_lens), len(batch.q_lens)
+    (heads, kv_heads), tokens, requests = batch.heads, sum(batch.q_lens), len(batch.q_lens)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random)
@@ -241,6 +152,11 @@ def arguments(name: str, batch: VariantBatch) -> dict[str, Any]:
         "flash_sigmoid": lambda: {"bias": -3.5},
         "soft_cap": lambda: {"cap": 1.5},
         "alibi": lambda: {"slopes": normal(heads).abs() * 0.1},
+        "channel_scales": lambda: {
+            "key_scale": normal(kv_heads, batch.head_dim).abs() + 0.1,
+            "value_scale": normal(kv_heads, batch.head_dim_v),
+            "value_offset": normal(kv_heads, batch.head_dim_v),
+        },
         "logit_bias": lambda: {"bias": normal(heads, tokens, max(batch.kv_lens))},
         "sliding_window": lambda: {"window": 33},
         "sink_window": lambda: {"window": 33, "sink_tokens": 5},

@@ -24,6 +24,7 @@ from fi_backend.benchmarks.cuda.exact import Errors, errors, sample_problem
 from fi_backend.benchmarks.cuda.fa3 import use_library
 from fi_backend.benchmarks.cuda.graphs import CapturedGraph, GraphClock
 from fi_backend.benchmarks.cuda.ours import prepare_ours
+from fi_backend.benchmarks.cuda.tables import TABLES
 from fi_backend.benchmarks.peers import Peer, Problem, Run
 from fi_backend.cli.bench_choice import available_peers, chosen_by_name
 from fi_backend.core import kernels
@@ -35,6 +36,7 @@ Defines = dict[str, str]
 def main() -> None:
     """Measure and print a line a row."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table", default="targets", choices=TABLES)
     parser.add_argument("--only", default="", help="parts of the names of rows, separated by commas")
     parser.add_argument("--way", action="append", default=[], help="NAME or NAME:DEFINE=VALUE,...; repeated")
     parser.add_argument("--peers", default="fa3", help="names separated by commas; 'none' for none")
@@ -47,7 +49,7 @@ def main() -> None:
         use_library(chosen.fa3_library)
     device = torch.device("cuda", torch.cuda.current_device())
     peers = [] if chosen.peers == "none" else available_peers("cuda", chosen.peers)[0]
-    rows = chosen_by_name(cases.cases(), chosen.only)
+    rows = chosen_by_name(TABLES[chosen.table](), chosen.only)
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     clock = GraphClock(device, max(cases.layers_for(row, cache) for row in rows))
     for row in rows:

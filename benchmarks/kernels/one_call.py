@@ -9,9 +9,10 @@ import torch
 
 from fi_backend.benchmarks.cuda import cases
 from fi_backend.benchmarks.cuda.ours import prepare_ours
+from fi_backend.benchmarks.cuda.tables import row_named
 
 if __name__ == "__main__":
-    [row] = [case for case in cases.cases() if case.name == sys.argv[1]]
+    row = row_named(sys.argv[1])
     problem = cases.make_problem(row, layers=2, device=torch.device("cuda", torch.cuda.current_device()))
     run = prepare_ours(problem).run
     for call in range(3):

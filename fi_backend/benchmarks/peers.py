@@ -44,9 +44,14 @@ Run = Callable[[int], Tensor]
 
 
 class Peer(ABC):
-    """Another implementation of attention, to be measured beside ours on the same numbers."""
+    """Another implementation of attention, to be measured beside ours on the same numbers.
+
+    mark: what it takes in another form than the problem has it, such as queries of fewer bits. A peer with a
+    mark is shown with it, and is never the best.
+    """
 
     name: ClassVar[str]
+    mark: ClassVar[str] = ""
 
     @abstractmethod
     def unavailable(self) -> str | None:

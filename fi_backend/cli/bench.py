@@ -13,7 +13,7 @@ import typer
 
 from fi_backend.cli.bench_choice import available_peers, chosen_by_name
 from fi_backend.cli.bench_serve import report, serve
-from fi_backend.cli.shell import InputError, console, error_console, integers, write_json
+from fi_backend.cli.shell import BROKEN_ENVIRONMENT, InputError, console, error_console, integers, write_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -95,6 +95,10 @@ def _progress() -> Iterator[Progress]:
 @bench.command()
 def kernels(
     device: Annotated[str, typer.Option(help="Where to run: cpu or cuda.")] = "cpu",
+    table: Annotated[
+        str | None,
+        typer.Option(help="cuda: targets (default), prefill-dims, decode-pages or variants."),
+    ] = None,
     only: Annotated[
         str, typer.Option(help="Measure workloads whose name contains one of these, separated by commas.")
     ] = "",
@@ -114,13 +118,17 @@ def kernels(
     for option, value, low in (("--runs", runs, 3), ("--threads", 1 if threads is None else threads, 1)):
         if value < low:
             raise InputError(f"{option}: expected >= {low}; got {value}")
-    for option, given, where in (("--threads", threads, "cpu"), ("--fa3-library", fa3_library, "cuda")):
+    for option, given, where in (
+        *(("--threads", threads, "cpu"), ("--fa3-library", fa3_library, "cuda")),
+        ("--table", table, "cuda"),
+    ):
         if given is not None and device != where:
             raise InputError(f"{option}: expected --device {where}; got {device}")
     if device == "cuda":
         from fi_backend.cli.bench_cuda import measure_cuda
 
-        measure_cuda(only, peers, runs, fa3_library, json_file)
+        if not measure_cuda(table or "targets", only, peers, runs, fa3_library, json_file):
+            raise typer.Exit(BROKEN_ENVIRONMENT)
         return
     import torch
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fi_backend.cli.bench_choice import available_peers, chosen_by_name
 from fi_backend.cli.shell import InputError, console, error_console, write_json
+from fi_backend.errors import BuildError
 
 if TYPE_CHECKING:
     import torch
+
+    from fi_backend.benchmarks.cuda.cases import Case
 
 
 def torch_device() -> torch.device:
@@ -24,16 +29,22 @@ def torch_device() -> torch.device:
 
 
 def measure_cuda(
-    only: str, peers_only: str, runs: int, fa3_library: Path | None, json_file: Path | None
-) -> None:
-    """Measure, print and record; after every row the file holds all rows so far."""
+    table: str, only: str, peers_only: str, runs: int, fa3_library: Path | None, json_file: Path | None
+) -> bool:
+    """Measure, print and record; after every row the file holds all rows so far.
+
+    Returns whether every row stands: see CudaTiming.failed.
+    """
     import torch
 
     from fi_backend.benchmarks.cuda import cases as workloads
     from fi_backend.benchmarks.cuda.fa3 import use_library
+    from fi_backend.benchmarks.cuda.tables import TABLES
     from fi_backend.cli.bench_view import cuda_line, print_cuda
 
-    chosen = chosen_by_name(workloads.cases(), only)
+    if table not in TABLES:
+        raise InputError(f"--table: expected one of {', '.join(TABLES)}; got {table!r}")
+    chosen = chosen_by_name(TABLES[table](), only)
     if fa3_library is not None and not fa3_library.is_file():
         raise InputError(f"--fa3-library: expected a file; got {str(fa3_library)!r}")
     if not torch.cuda.is_available():
@@ -43,16 +54,19 @@ def measure_cuda(
     from fi_backend.benchmarks.cuda.ceilings import cuda_ceilings
     from fi_backend.benchmarks.cuda.graphs import GraphClock
     from fi_backend.benchmarks.cuda.measure import METHOD, time_case
+    from fi_backend.benchmarks.cuda.row import summary
     from fi_backend.benchmarks.record import gpu_provenance
 
     device = torch_device()
     peers, absent = available_peers("cuda", peers_only)
     document: dict[str, Any] = {
         **gpu_provenance(device),
+        "table": table,
         "runs": runs,
         "method": METHOD,
         "peers_absent": absent,
         "ceilings": cuda_ceilings(device),
+        "summary": summary([]),
         "rows": [],
     }
 
@@ -64,6 +78,7 @@ def measure_cuda(
             partial.replace(json_file)
 
     record()
+    _compile(chosen, device)
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     layers = {case.name: workloads.layers_for(case, l2_bytes) for case in chosen}
     clock = GraphClock(device, max(layers.values()))
@@ -74,6 +89,7 @@ def measure_cuda(
         row = time_case(case, problem, peers, clock, document["ceilings"], runs=runs)
         rows.append(row)
         document["rows"].append(asdict(row))
+        document["summary"] = summary(rows)
         record()
         line = f"{cuda_line(row)}  [{time.perf_counter() - begin:.1f} s]"
         error_console().print(line, soft_wrap=True, markup=False)
@@ -84,3 +100,19 @@ def measure_cuda(
     print_cuda(rows, document["gpu"], document["ceilings"])
     for name, reason in absent.items():
         console().print(f"[yellow]{name} was not measured: {reason}[/yellow]", soft_wrap=True)
+    return not document["summary"]["failed"]
+
+
+def _compile(chosen: Sequence[Case], device: torch.device) -> None:
+    """Build what the rows run, all of it at once; a module that fails is named in its rows."""
+    from fi_backend.benchmarks.variant_oracles import ORACLES
+    from fi_backend.core import jit
+    from fi_backend.core.kernels import attention_module, with_variant
+    from fi_backend.core.variant_names import find_variant
+
+    modules = []
+    for case in chosen:
+        module = attention_module(case.spec, device)
+        modules += [module, *(with_variant(module, find_variant(n)) for n in case.variants if n in ORACLES)]
+    with suppress(BuildError):
+        jit.build_all(list(dict.fromkeys(modules)))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.table import Table
 
 from fi_backend.cli.probes.host import cpu_name
@@ -13,7 +14,7 @@ from fi_backend.cli.shell import console
 
 if TYPE_CHECKING:
     from fi_backend.benchmarks.cpu_kernels import KernelTiming
-    from fi_backend.benchmarks.cuda.measure import CudaTiming
+    from fi_backend.benchmarks.cuda.row import CudaTiming
 
 
 def print_kernels(
@@ -56,6 +57,16 @@ def cuda_line(row: CudaTiming) -> str:
     return f"{row.workload}: fi {ours} | {peers or 'no peer'}" + (f" | {failed}" if failed else "")
 
 
+def _other_ways(row: CudaTiming) -> str:
+    """Return times of other ways of ours, and of peers with a mark; in brackets, what they are to ours."""
+    ways = [
+        f"{name} {_number(each['us'], '.1f')} ({_number(each['ratio'], '.3f')})"
+        for name, each in row.variants.items()
+    ]
+    marked = [f"{name} {row.peers[name]:.1f}" for name in row.marked]
+    return ", ".join((*ways, *marked))
+
+
 def print_cuda(rows: Sequence[CudaTiming], gpu: str, ceilings: Mapping[str, float]) -> None:
     """Print the timings: ours, the best peer, what the GPU allows, errors, and other ways of ours."""
     console().print(
@@ -65,13 +76,14 @@ def print_cuda(rows: Sequence[CudaTiming], gpu: str, ceilings: Mapping[str, floa
     )
     table = Table(box=None, pad_edge=False)
     table.add_column("workload", no_wrap=True)
-    for name in ("fi", "±", "best", "ratio", "≤ 95 %", "floor", "read", "flop", "err / best"):
+    for name in ("fi", "±", "best", "ratio", "≤ 95 %", "floor", "read", "flop", "err / best", "nodes"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("best peer", no_wrap=True)
-    table.add_column("other ways of fi", overflow="fold")
+    table.add_column("other ways", overflow="fold")
     for row in rows:
         best = None if row.best_peer is None else row.peers[row.best_peer]
-        known = [error for error in row.peers_rms_err.values() if error is not None]
+        errors = (error for name, error in row.peers_rms_err.items() if name not in row.marked)
+        known = [error for error in errors if error is not None]
         table.add_row(
             row.workload,
             _number(row.ours_us, ".1f"),
@@ -83,15 +95,16 @@ def print_cuda(rows: Sequence[CudaTiming], gpu: str, ceilings: Mapping[str, floa
             _number(row.bandwidth_share, ".0%"),
             _number(row.flops_share, ".0%"),
             _number(row.rms_err / min(known) if row.rms_err is not None and known else None, ".2f"),
+            str(row.prefix_nodes or "-"),
             row.best_peer or "-",
-            ", ".join(f"{name} {_number(each['us'], '.1f')}" for name, each in row.variants.items()),
+            _other_ways(row),
         )
     console().print(table)
     for row in rows:
         for name in row.wrong:
             console().print(f"[yellow]{row.workload}: {name} is wrong and does not count[/yellow]")
-        if "fi" in row.not_measured:
-            console().print(f"[red]{row.workload}: fi failed: {row.not_measured['fi']}[/red]", soft_wrap=True)
+        for reason in row.failed:
+            console().print(f"[red]{row.workload} failed: {escape(reason)}[/red]", soft_wrap=True)
 
 
 def _spread(row: CudaTiming) -> float:

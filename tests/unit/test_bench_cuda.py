@@ -9,21 +9,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_peers import CEILINGS, PREFIXED, SPEC, EagerClock, EagerStep, Fixed, exact
+from bench_peers import CEILINGS, PREFIXED, SPEC, EagerClock, EagerStep, Fixed, exact, without_gpu
 from typer.testing import CliRunner
 
-from fi_backend.benchmarks.cuda import cases as workloads
 from fi_backend.benchmarks.cuda import measure
 from fi_backend.benchmarks.cuda.cases import Case, make_problem
 from fi_backend.benchmarks.cuda.ceilings import read_module
 from fi_backend.benchmarks.cuda.exact import Errors
-from fi_backend.benchmarks.cuda.measure import CudaTiming, time_case
+from fi_backend.benchmarks.cuda.measure import time_case
+from fi_backend.benchmarks.cuda.row import Contender, CudaTiming
 from fi_backend.benchmarks.peers import Peer, Problem
-from fi_backend.cli import bench_cuda
 from fi_backend.cli.main import app
 from fi_backend.core import jit
 from fi_backend.core.jit.compiler import toolchain
 from fi_backend.errors import BuildError, UnsupportedError
+
+__all__ = ["without_gpu"]
 
 
 def measured(case: Case, peers: list[Peer], runs: int = 3) -> CudaTiming:
@@ -56,6 +57,8 @@ def test_a_row() -> None:
     assert (row.ours_us, row.ours_spread, row.spacer_us) == (100, (100, 100), 2000)
     assert row.peers == {"slow": 400, "good": 200, "wrong": 100, "silent": 100}
     assert (row.ratio, row.ratio_upper95) == (0.5, 0.5)
+    assert row.ratios == {"slow": (0.25, 0.25), "good": (0.5, 0.5), "wrong": (1, 1), "silent": (1, 1)}
+    assert (row.failed, row.marked) == ([], {})
     assert row.max_err is not None
     assert row.max_err < 0.02
     assert all(each["max_err"] is not None and each["max_err"] < 0.02 for each in row.variants.values())
@@ -85,8 +88,8 @@ def test_the_order_changes_from_run_to_run() -> None:
             return 1.0
 
     names = ["a", "b", "c"]
-    contenders = {name: measure._Contender(Noted(name), Errors(0, 0)) for name in names}
-    measure._interleave(contenders, Noted("product"), 1, 4)
+    contenders = {name: Contender(Noted(name), Errors(0, 0), 1.0) for name in names}
+    measure.interleave(contenders, Noted("product"), 1, 4)
     rounds = [calls[i : i + 4] for i in range(0, 16, 4)]
     assert all(sorted(each) == ["a", "b", "c", "product"] for each in rounds)
     assert len({tuple(each) for each in rounds}) >= 3
@@ -100,6 +103,7 @@ def test_ours_failing_leaves_a_gap() -> None:
     row = time_case(case, broken, [Fixed("good", exact)], EagerClock(), CEILINGS, runs=3)
     assert (row.ours_us, row.ours_spread, row.max_err, row.ratio, row.bandwidth_share) == (None,) * 5
     assert "alibi_slopes" in row.not_measured["fi"]
+    assert row.failed == [f"fi: {row.not_measured['fi']}"]
     assert row.best_peer == "good"
 
 
@@ -108,34 +112,6 @@ def test_batch_invariant_row_has_the_cost_beside_it() -> None:
     row = measured(case, [Fixed("good", exact)])
     assert row.variants["not_invariant"]["us"] == 100
     assert "not_invariant" not in row.peers
-
-
-@pytest.fixture
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the command run on the CPU with two small cases and one peer."""
-    small = Case(replace(PREFIXED, prefixes=(), name="small"), SPEC, ("ragged",))
-    broken = Case(replace(PREFIXED, name="prefixed"), SPEC)
-    properties = type("Properties", (), {"L2_cache_size": 1 << 10})
-
-    class Registered:
-        def peers(self, device: str) -> list[Peer]:
-            missing = Fixed("absent", exact)
-            missing.unavailable = lambda: "it is not installed"  # type: ignore[method-assign]
-            return [Fixed("exact", exact), missing]
-
-    monkeypatch.setattr(workloads, "cases", lambda: [small, broken])
-    monkeypatch.setattr("fi_backend.hooks.plugins", Registered)
-    monkeypatch.setattr("fi_backend.benchmarks.cuda.ceilings.cuda_ceilings", lambda _: CEILINGS)
-    monkeypatch.setattr("fi_backend.benchmarks.cuda.graphs.GraphClock", lambda *_: EagerClock())
-    monkeypatch.setattr(
-        "fi_backend.benchmarks.record.gpu_provenance",
-        lambda _: {"date": "d", "gpu": "none", "driver": "1", "versions": {}, "command": "c"},
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(bench_cuda, "torch_device", lambda: torch.device("cpu"))
 
 
 def test_the_record_grows_row_by_row(
@@ -158,7 +134,16 @@ def test_the_record_grows_row_by_row(
     assert keys <= set(document)
     assert document["ceilings"] == CEILINGS
     assert document["peers_absent"] == {"absent": "it is not installed"}
-    assert [row["workload"] for row in document["rows"]] == ["small", "prefixed"]
+    assert [row["workload"] for row in document["rows"]] == ["small", "shared"]
+    assert [row["prefix_nodes"] for row in document["rows"]] == [0, 1]
+    page1 = document["rows"][0]["variants"]["page1"]
+    assert document["summary"] == {
+        "rows": 2,
+        "failed": {},
+        "page1": {"small": [page1["ratio"], page1["ratio_upper95"]]},
+        "attention_variants": {},
+    }
+    assert document["table"] == "targets"
     for row in document["rows"]:
         assert {"workload", "ours_us", "ours_spread", "peers", "floor_us", "max_err"} <= set(row)
         assert set(row["peers"]) == {"exact"}
@@ -171,6 +156,9 @@ def test_the_record_grows_row_by_row(
     assert "absent was not measured: it is not installed" in result.stdout
     assert len(result.stdout.splitlines()) == 5
     assert "small: fi" in result.stderr
+    head, *lines = result.stdout.splitlines()[1:4]
+    end = head.index("nodes") + len("nodes")
+    assert [line[:end].split()[-1] for line in lines] == ["-", "1"]
     assert [path.name for path in tmp_path.iterdir()] == ["kernels.json"]
 
 

@@ -19,7 +19,11 @@ _SPEC = AttentionSpec(32, 8, 128, dtype="bfloat16", page_size=16)
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the result. variants: other ways of ours to measure beside it, names of `ours.VARIANTS`."""
+    """A row of the result.
+
+    variants: other ways of ours to measure beside it, of `ours.VARIANTS`, or shipped variants of attention by
+    name, which compute something else.
+    """
 
     workload: Workload
     spec: AttentionSpec = _SPEC
@@ -69,7 +73,7 @@ def cases() -> list[Case]:
         Case(_decode("dec_const_16x1k", [1024] * 16)),
         Case(_decode("dec_unif_16x512-1k", uniform_lengths(16, 512, 1024)), variants=("planned_queues",)),
         Case(_decode("dec_zipf_16xmean1k", zipf16)),
-        Case(long_decode, variants=("ragged",)),
+        Case(long_decode, variants=("ragged", "page1")),
         Case(_decode("dec_skew_64(1x64k+63x1k)", [65536] + [1024] * 63), variants=("planned_queues",)),
         Case(skewed, variants=("ragged", "planned_queues")),
         Case(_decode("dec_1x128k", [131072])),
@@ -160,6 +164,14 @@ def contiguous(problem: Problem) -> Problem:
         block_table=table.to(torch.int32),
         prefixes=(),
     )
+
+
+def single_tokens(problem: Problem, *, seed: int = 0) -> Problem:
+    """Return a problem of the same lengths over the same memory in pages of one token, in random order."""
+    plain = contiguous(problem)
+    total = int(problem.kv_lens.sum())
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).to(plain.q.device)
+    return replace(plain, block_table=order[plain.block_table.long()].to(torch.int32))
 
 
 def slots(problem: Problem) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fi_backend.benchmarks.peers import Problem
+from fi_backend.benchmarks.variant_oracles import Arguments, Oracle, Request
 
 _REQUESTS = 12
 _TOKENS = 16
@@ -25,6 +26,11 @@ class Sample:
     rows: Tensor
     exact: Tensor
 
+    @property
+    def rms(self) -> float:
+        """Root mean square of the exact elements."""
+        return float(self.exact.square().mean().sqrt())
+
 
 @dataclass(frozen=True)
 class Errors:
@@ -34,8 +40,10 @@ class Errors:
     rms: float
 
 
-def sample_problem(problem: Problem, layer: int, *, seed: int = 0) -> Sample:
-    """Compute a sample of one layer's rows.
+def sample_problem(
+    problem: Problem, layer: int, variant: tuple[Oracle, Arguments] | None = None, *, seed: int = 0
+) -> Sample:
+    """Compute a sample of one layer's rows, plain or of a variant of attention with its arguments.
 
     The longest, shortest, first and last request are in it and others at random; of each its first and last
     query token, those at tile edges and others at random.
@@ -54,7 +62,13 @@ def sample_problem(problem: Problem, layer: int, *, seed: int = 0) -> Sample:
         ordered = sorted(tokens)
         rows += [starts[request] + token for token in ordered]
         visible = [lens[request] - q_len + token + 1 for token in ordered]
-        parts.append(_exact(problem, layer, request, rows[-len(ordered) :], visible, lens[request]))
+        chosen_rows, kv_len = rows[-len(ordered) :], lens[request]
+        if variant is None:
+            parts.append(_exact(problem, layer, request, chosen_rows, visible, kv_len))
+        else:
+            oracle, arguments = variant
+            asked = _request(problem, layer, request, chosen_rows, visible, kv_len)
+            parts.append(oracle.attention(asked, arguments)[0])
     return Sample(torch.tensor(rows, device=problem.q.device), torch.cat(parts))
 
 
@@ -71,11 +85,7 @@ def _exact(
 ) -> Tensor:
     """Return float64 [rows, num_qo_heads, dim]; row i sees the first visible[i] keys."""
     spec = problem.spec
-    pages = problem.block_table[request, : -(-kv_len // spec.page_size)].long()
-    key, value = (
-        _rows(cache, pages).view(-1, spec.num_kv_heads, cache.shape[-1])[:kv_len].double().transpose(0, 1)
-        for cache in problem.layers[layer]
-    )
+    key, value = (each.transpose(0, 1) for each in _cached(problem, layer, request, kv_len))
     n = len(rows)
     q = problem.q[rows].double().view(n, spec.num_kv_heads, spec.group_size, spec.head_dim)
     logits = q.permute(1, 0, 2, 3).reshape(spec.num_kv_heads, -1, spec.head_dim) @ key.transpose(1, 2)
@@ -88,6 +98,37 @@ def _exact(
         .permute(1, 0, 2, 3)
         .reshape(n, spec.num_qo_heads, -1)
     )
+
+
+def _request(
+    problem: Problem, layer: int, request: int, rows: list[int], visible: list[int], kv_len: int
+) -> Request:
+    """Return the same rows as oracles of variants take them."""
+    spec, device = problem.spec, problem.q.device
+    group = spec.group_size
+    key, value = (each.repeat_interleave(group, 1) for each in _cached(problem, layer, request, kv_len))
+    tokens = torch.tensor(rows, device=device)
+    return Request(
+        q=problem.q[tokens].double(),
+        k=key,
+        v=value,
+        q_pos=torch.tensor(visible, device=device) - 1,
+        kv_pos=torch.arange(kv_len, device=device),
+        scale=spec.scale,
+        index=request,
+        tokens=tokens,
+    )
+
+
+def _cached(problem: Problem, layer: int, request: int, kv_len: int) -> tuple[Tensor, Tensor]:
+    """Return K and V of a request in order, float64 [kv_len, num_kv_heads, dim]."""
+    spec = problem.spec
+    pages = problem.block_table[request, : -(-kv_len // spec.page_size)].long()
+    key, value = (
+        _rows(cache, pages).view(-1, spec.num_kv_heads, cache.shape[-1])[:kv_len].double()
+        for cache in problem.layers[layer]
+    )
+    return key, value
 
 
 def _rows(cache: Tensor, pages: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention 3 as vLLM ships it: plain, with a single split, and called twice as a cascade."""
+"""FlashAttention 3 as vLLM ships it: plain, with a single split, called twice as a cascade, beside fp8."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,32 @@ class Fa3Cascade(_Fa3):
         return run
 
 
+class Fa3Fp8Queries(_Fa3):
+    """What it has for fp8 caches: queries of the same dtype, and products of fp8."""
+
+    name = "fa3-fp8-queries"
+    mark = "queries and weights rounded to fp8"
+
+    def prepare(self, problem: Problem) -> Run:
+        """Round the queries and schedule the step."""
+        _expect_e4m3_cache(problem)
+        return _plain(replace(problem, q=problem.q.to(torch.float8_e4m3fn)), num_splits=0)
+
+
+class Fa3WideCache(_Fa3):
+    """The same numbers in a cache of the queries' dtype, with twice the bytes."""
+
+    name = "fa3-wide-cache"
+    mark = "the fp8 cache expanded to 16 bits beforehand"
+
+    def prepare(self, problem: Problem) -> Run:
+        """Expand the caches and schedule the step."""
+        _expect_e4m3_cache(problem)
+        dtype = problem.q.dtype
+        layers = [(key.to(dtype), value.to(dtype)) for key, value in problem.layers]
+        return _plain(replace(problem, layers=layers), num_splits=0)
+
+
 def own_begins(prefixes: Sequence[SharedPrefix], requests: int) -> list[int]:
     """Return the number of shared tokens of each request.
 
@@ -158,8 +185,10 @@ class _Call:
         self._problem, self._splits, self._causal = problem, num_splits, causal
         self._qo_indptr, self._kv_lens, self._table = qo_indptr, kv_lens, block_table
         self._max_q, self._max_k = int(qo_indptr.diff().max()), int(kv_lens.max())
-        self._out = torch.empty_like(problem.q)
         spec = problem.spec
+        # Of fp8 queries, too, the output has 16 bits.
+        shape = (*problem.q.shape[:2], spec.head_dim_v)
+        self._out = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=problem.q.device)
         # Positional: the operators' argument names are not part of what vLLM promises.
         self._schedule = torch.ops._vllm_fa3_C.get_scheduler_metadata(
             *(kv_lens.shape[0], self._max_q, self._max_k, spec.num_qo_heads, spec.num_kv_heads),
@@ -186,6 +215,13 @@ def _expect_paged_bf16(problem: Problem) -> None:
         raise UnsupportedError("queries and cache of different dtypes")
 
 
+def _expect_e4m3_cache(problem: Problem) -> None:
+    if problem.spec.kv_dtype != "float8_e4m3fn":
+        raise UnsupportedError("measured where the cache is e4m3")
+    if problem.spec.batch_invariant:
+        raise UnsupportedError("its splits depend on the batch")
+
+
 def _installed() -> Path | None:
     spec: Any = importlib.util.find_spec("vllm")
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -195,5 +231,6 @@ def _installed() -> Path | None:
 
 
 def fi_backend_benchmark_peers(device: str) -> Sequence[Peer]:
-    """Offer the three ways to call it on CUDA devices."""
-    return [Fa3(), Fa3OneSplit(), Fa3Cascade()] if device == "cuda" else []
+    """Offer the ways to call it on CUDA devices."""
+    ways = (Fa3, Fa3OneSplit, Fa3Cascade, Fa3Fp8Queries, Fa3WideCache)
+    return [way() for way in ways] if device == "cuda" else []

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +16,8 @@ from fi_backend.core.prefix_forest import PrefixForest
 from fi_backend.core.sharing import SharingLimits
 from fi_backend.core.support import query_tiles
 
-RAGGED, QUEUES, NOT_INVARIANT, FLAT = VARIANTS = ("ragged", "planned_queues", "not_invariant", "flat")
+VARIANTS = ("ragged", "page1", "planned_queues", "not_invariant", "flat")
+RAGGED, PAGE1, QUEUES, NOT_INVARIANT, FLAT = VARIANTS
 
 
 class Prepared(NamedTuple):
@@ -25,11 +27,14 @@ class Prepared(NamedTuple):
     prefix_nodes: int
 
 
-def prepare_ours(problem: Problem, variant: str = "") -> Prepared:
+def prepare_ours(
+    problem: Problem, variant: str = "", variant_args: Mapping[str, Any] | None = None
+) -> Prepared:
     """Plan the step of `problem` on the host.
 
-    variant: one of VARIANTS, or anything else for the usual way. Requests that share pages are planned with
-    the prefixes that the block table shows, as far as the planner expects them to pay; "flat" without.
+    variant: one of VARIANTS, a registered variant of attention with its variant_args, or anything else for
+    the usual way. Requests that share pages are planned with the prefixes that the block table shows, as far
+    as the planner expects them to pay; "flat" without.
     """
     spec = problem.spec
     if variant == NOT_INVARIANT:
@@ -44,6 +49,7 @@ def prepare_ours(problem: Problem, variant: str = "") -> Prepared:
         device=problem.q.device,
         planned_queues=variant == QUEUES,
         sharing=SharingLimits.for_limits(lens.shape[0], tokens) if shares else None,
+        variant=None if variant_args is None else variant,
     )
     layers = problem.layers
     if variant == RAGGED:
@@ -62,7 +68,9 @@ def prepare_ours(problem: Problem, variant: str = "") -> Prepared:
     )
     out = torch.empty(tokens, spec.num_qo_heads, spec.head_dim_v, dtype=problem.q.dtype, device=lens.device)
     nodes = plan.num_nodes if plan is not None else 0
-    return Prepared(lambda layer: attention.run(problem.q, *layers[layer], out=out), nodes)
+    return Prepared(
+        lambda layer: attention.run(problem.q, *layers[layer], out=out, variant_args=variant_args), nodes
+    )
 
 
 def find_prefixes(problem: Problem) -> PrefixForest:

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shipped variants in the kernels for GPUs, on an emulated one, and shared prefixes under variants."""
+
+from __future__ import annotations
+
+import emulator_modules
+import pytest
+from variant_cases import ORACLES, VariantBatch, arguments, check_shared_prefix, check_variant
+
+from fi_backend import AttentionSpec
+from fi_backend.core import jit, kernels
+from fi_backend.core.variant_names import find_variant
+
+# Weights without a softmax, a mask, a functor of outputs, norms of queries and keys: one of each kind.
+NAMES = ("flash_sigmoid", "sink_window", "output_gate", "qk_norm")
+ARCH = "sm_90a"
+BATCHES = {
+    "decode": VariantBatch(dtype="bfloat16", q_lens=(1, 1, 3), kv_lens=(1, 333, 130), heads=(8, 2), seed=1),
+    "prefill": VariantBatch(dtype="bfloat16", q_lens=(150, 0, 9), kv_lens=(150, 5, 290), heads=(4, 2)),
+    "split": VariantBatch(dtype="bfloat16", heads=(6, 2), page_size=5, k_scale=0.5, split=True, seed=2),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules() -> None:
+    """Compile them side by side."""
+    module = emulator_modules.attention_module(AttentionSpec(4, 2, 64), ARCH)
+    jit.build_all([kernels.with_variant(module, find_variant(name)) for name in NAMES])
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_ready", set())
+    emulator_modules.install(ARCH, monkeypatch.setattr)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_variant(name: str, batch: VariantBatch) -> None:
+    check_variant(name, ORACLES[name], arguments(name, batch), batch)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_shared_prefix() -> None:
+    check_shared_prefix("qk_norm", VariantBatch(dtype="bfloat16", heads=(8, 2)))
+
+
+@pytest.mark.parametrize("name", ["soft_cap", "output_scale", "qk_norm"])
+def test_a_shared_prefix_on_a_cpu(name: str) -> None:
+    check_shared_prefix(name, VariantBatch(heads=(8, 2)))

@@ -18,10 +18,12 @@ from pathlib import Path
 
 import traces
 from fi_backend import env
+from fi_backend.benchmarks.serving.client import run_load
+from fi_backend.benchmarks.serving.protocols import OpenAiCompletions, Outcome, Request
+from fi_backend.benchmarks.serving.server import VllmServer
 from fi_backend.core.counters import read_stats, total
-from load import Outcome, Request, send
+from latencies import lags
 from models import copy_llama
-from serving import VllmServer
 
 HEAD_DIM = 128
 KV_HEADS = 2
@@ -38,7 +40,7 @@ def main() -> None:
         copy_llama.make(model, head_dim=HEAD_DIM, kv_heads=KV_HEADS)
         graphs = ["--enforce-eager"] if chosen.eager else ["--compilation-config", json.dumps(GRAPHS)]
         arguments = [
-            *("--attention-backend", chosen.backend, "--skip-tokenizer-init", "--dtype", "bfloat16"),
+            *(f"--attention-backend={chosen.backend}", "--skip-tokenizer-init", "--dtype", "bfloat16"),
             *("--max-model-len", str(2 * chosen.max_prompt), "--max-num-seqs", "64"),
             *("--max-num-batched-tokens", "2048"),
             *("--kv-cache-memory-bytes", str(chosen.pool_tokens * BYTES_A_TOKEN)),
@@ -48,11 +50,12 @@ def main() -> None:
         environment = env.child_environment(FI_BACKEND_STATS_DIR=str(stats))
         log = chosen.log or Path(folder) / "server.log"
         with VllmServer(model, arguments, environment=environment, log=log, start_timeout=400) as server:
-            outcomes = send(server.url, str(model), [request for request, _ in questions])
+            requests = [request for request, _ in questions]
+            run = run_load(server.url, OpenAiCompletions(), str(model), requests)
             preemptions = server.metric("vllm:num_preemptions_total")
         served = total(read_stats(stats)) if stats.is_dir() else None
-    report = _judge(questions, outcomes)
-    report |= {"preemptions": preemptions, "fi_layers": served.layers if served else 0}
+    report = _judge(questions, run.outcomes)
+    report |= {**lags([run]), "preemptions": preemptions, "fi_layers": served.layers if served else 0}
     if served:
         report |= {name: getattr(served, name) for name in ("steps", "attention_calls", "replayed_calls")}
     print(json.dumps(report))
@@ -91,7 +94,7 @@ def _questions(chosen: argparse.Namespace) -> list[tuple[Request, list[int]]]:
         prompt, answer = copy_llama.question(text, at, length)
         hangs_up = rng.random() < chosen.aborts and length > 8
         abort_after = rng.randrange(1, length // 2) if hangs_up else None
-        pairs.append((Request(prompt, length, arrival.at, abort_after), answer))
+        pairs.append((Request(prompt, length, arrival.at, abort_after=abort_after), answer))
     return pairs
 
 

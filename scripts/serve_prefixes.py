@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves requests that share long prompts, with and without shared reading, and records the latencies.
+"""Serves requests that share long prompts, with and without parts of fi, and records the latencies.
 
     python scripts/serve_prefixes.py --json prefixes.json
 
@@ -20,23 +20,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fi_backend import env
+from fi_backend.benchmarks.serving.client import LoadRun, run_load
+from fi_backend.benchmarks.serving.protocols import OpenAiCompletions, Request
+from fi_backend.benchmarks.serving.server import ServerError, VllmServer
 from fi_backend.core.counters import read_stats, total
-from load import PERCENTILES, Outcome, Request, send
+from latencies import lags, percentiles
 from models import dummy_llama
 from recording import circumstances
 from serve_trace import GRAPHS
-from serving import ServerError, VllmServer
 
-# Way of serving: the attention back end, and the switch of shared reading.
+# Way of serving: the attention back end, and what it does without.
 WAYS = {
-    "shared": ("FI", "1"),
-    "flat": ("FI", "0"),
-    "FLASH_ATTN": ("FLASH_ATTN", "1"),
-    "TRITON_ATTN": ("TRITON_ATTN", "1"),
-    "FLASHINFER": ("FLASHINFER", "1"),
+    "shared": ("FI", ""),
+    "flat": ("FI", env.SHARING),
+    "unordered": ("FI", env.LPT),
+    "host-plan": ("FI", env.DEVICE_PLAN),
+    "FLASH_ATTN": ("FLASH_ATTN", ""),
+    "TRITON_ATTN": ("TRITON_ATTN", ""),
+    "FLASHINFER": ("FLASHINFER", ""),
 }
 _COUNTS = ("layers", "steps", "plans", "attention_calls", "replayed_calls", "captured_calls")
 _SHARED = ("shared_plans", "prefix_nodes", "kv_tokens_saved", "kv_bytes_saved")
@@ -103,14 +105,16 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return chosen
 
 
-def row_of(rounds: list[list[Outcome]], ready: float) -> dict[str, Any]:
+def row_of(rounds: list[LoadRun], ready: float) -> dict[str, Any]:
     """Return the figures of one way of serving. ready: seconds until the engine took requests."""
-    errors = [outcome.error for outcomes in rounds for outcome in outcomes if outcome.error]
+    errors = [outcome.error for run in rounds for outcome in run.outcomes if outcome.error]
     measured = rounds[1:]
+    firsts = [outcome.first for run in measured for outcome in run.outcomes if outcome.first is not None]
     return {
-        "itl_ms": percentiles([gap for outcomes in measured for gap in gaps_of_all(outcomes)]),
-        "ttft_ms": percentiles([o.times[0] for outcomes in measured for o in outcomes if o.times]),
-        "round_s": [round(max((o.times[-1] for o in one if o.times), default=0), 2) for one in rounds],
+        "itl_ms": percentiles([1000 * gap for run in measured for gap in gaps_of_all(run)]),
+        "ttft_ms": percentiles([1000 * first for first in firsts]),
+        **lags(measured),
+        "round_s": [round(run.seconds, 2) for run in rounds],
         "errors": len(errors),
         "first_error": errors[0] if errors else None,
         "ready_s": round(ready, 1),
@@ -118,11 +122,11 @@ def row_of(rounds: list[list[Outcome]], ready: float) -> dict[str, Any]:
 
 
 def _serve(chosen: argparse.Namespace, way: str, model: Path, layers: int, folder: Path) -> dict[str, Any]:
-    backend, share = WAYS[way]
+    backend, without = WAYS[way]
     length = chosen.common + chosen.group + chosen.own + chosen.answer
     graphs = ["--enforce-eager"] if chosen.eager else ["--compilation-config", json.dumps(GRAPHS)]
     arguments = [
-        *("--attention-backend", backend, "--load-format", "dummy", "--skip-tokenizer-init"),
+        *(f"--attention-backend={backend}", "--load-format", "dummy", "--skip-tokenizer-init"),
         *("--max-model-len", str(length + 16), "--max-num-seqs", str(chosen.requests)),
         *("--dtype", "bfloat16", "--enable-prefix-caching"),
         *graphs,
@@ -130,22 +134,21 @@ def _serve(chosen: argparse.Namespace, way: str, model: Path, layers: int, folde
     ]
     stats, log = folder / way, (chosen.logs or folder) / f"{way}.log"
     started = time.perf_counter()
-    environment = env.child_environment(FI_BACKEND_STATS_DIR=str(stats), FI_BACKEND_SHARE_PREFIXES=share)
+    environment = env.child_environment(FI_BACKEND_STATS_DIR=str(stats), FI_BACKEND_WITHOUT=without)
     with VllmServer(model, arguments, environment=environment, log=log, start_timeout=400) as server:
         ready = time.perf_counter() - started
         rounds = [
-            send(server.url, str(model), requests)
+            run_load(server.url, OpenAiCompletions(), str(model), requests)
             for requests in rounds_of(chosen, dummy_llama.SHAPES[chosen.shape]["vocab_size"])
         ]
         preemptions = server.metric("vllm:num_preemptions_total")
-    return {**row_of(rounds, ready), "preemptions": preemptions, **counts(stats, layers, backend, share)}
+    return {**row_of(rounds, ready), "preemptions": preemptions, **counts(stats, layers, backend, without)}
 
 
-def counts(stats: Path, layers: int, backend: str, share: str) -> dict[str, Any]:
+def counts(stats: Path, layers: int, backend: str, without: str) -> dict[str, Any]:
     """Return {"fi": what fi counted} where it was to serve, and {"problem": ...} where it counted otherwise.
 
-    layers: of the model; a process of tensor parallelism has all of them. share: "1" where prefixes are to be
-    read together.
+    layers: of the model; a process of tensor parallelism has all of them. without: what was left out.
     """
     served = total(read_stats(stats) if stats.is_dir() else [])
     asked = backend.lower() == "fi"
@@ -154,8 +157,8 @@ def counts(stats: Path, layers: int, backend: str, share: str) -> dict[str, Any]
     if not asked:
         return {}
     row: dict[str, Any] = {"fi": {name: getattr(served, name) for name in (*_COUNTS, *_SHARED)}}
-    if (served.shared_plans > 0) != (share == "1"):
-        row["problem"] = f"{served.shared_plans} shared plans with sharing {'on' if share == '1' else 'off'}"
+    if (served.shared_plans > 0) != (without != env.SHARING):
+        row["problem"] = f"{served.shared_plans} shared plans without {without or 'nothing'}"
     return row
 
 
@@ -183,21 +186,11 @@ def rounds_of(chosen: argparse.Namespace, vocabulary: int) -> list[list[Request]
     ]
 
 
-def gaps_of_all(outcomes: list[Outcome]) -> list[float]:
+def gaps_of_all(run: LoadRun) -> list[float]:
     """Gaps between tokens that came after all requests had one and before any was complete, in seconds."""
-    good = [outcome.times for outcome in outcomes if outcome.error is None and outcome.times]
+    good = [outcome.times[0] for outcome in run.outcomes if outcome.error is None and outcome.times[0]]
     begin, end = max((t[0] for t in good), default=0.0), min((t[-1] for t in good), default=0.0)
     return [b - a for times in good for a, b in pairwise(times) if begin <= a and b <= end]
-
-
-def percentiles(seconds: list[float]) -> dict[str, float]:
-    """Return PERCENTILES of some times, in milliseconds, and how many they are."""
-    if not seconds:
-        return {"count": 0}
-    values = np.percentile(np.asarray(seconds), PERCENTILES)
-    return {f"p{p}": round(float(v) * 1000, 3) for p, v in zip(PERCENTILES, values, strict=True)} | {
-        "count": len(seconds)
-    }
 
 
 if __name__ == "__main__":

@@ -20,11 +20,13 @@ from typing import Any
 
 import traces
 from fi_backend import env
+from fi_backend.benchmarks.serving.client import run_load
+from fi_backend.benchmarks.serving.protocols import OpenAiCompletions, Request
+from fi_backend.benchmarks.serving.server import VllmServer
 from fi_backend.core.counters import read_stats, total
-from load import Request, latencies, send
+from latencies import latencies
 from models import dummy_llama
 from recording import circumstances
-from serving import VllmServer
 
 # Without torch.compile a server is ready in seconds; FULL needs no compiled graph pieces.
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
@@ -74,7 +76,7 @@ def _serve(
 ) -> dict[str, Any]:
     graphs = ["--enforce-eager"] if chosen.eager else ["--compilation-config", json.dumps(GRAPHS)]
     arguments = [
-        *("--attention-backend", backend, "--load-format", "dummy", "--skip-tokenizer-init"),
+        *(f"--attention-backend={backend}", "--load-format", "dummy", "--skip-tokenizer-init"),
         *("--max-model-len", str(chosen.max_len), "--max-num-seqs", "256", "--dtype", "bfloat16"),
         *graphs,
         *chosen.server,
@@ -86,20 +88,18 @@ def _serve(
     environment = env.child_environment(FI_BACKEND_STATS_DIR=str(stats))
     with VllmServer(model, arguments, environment=environment, log=log, start_timeout=400) as server:
         ready = time.perf_counter() - started
-        warm = send(server.url, str(model), [Request([7] * 500, 8)] * 4)
-        start = time.perf_counter()
-        outcomes = send(server.url, str(model), requests)
-        took = time.perf_counter() - start
+        warm = run_load(server.url, OpenAiCompletions(), str(model), [Request([7] * 500, 8)] * 4)
+        run = run_load(server.url, OpenAiCompletions(), str(model), requests)
         preemptions = server.metric("vllm:num_preemptions_total")
-    errors = [outcome.error for outcome in (*warm, *outcomes) if outcome.error]
+    errors = [outcome.error for outcome in (*warm.outcomes, *run.outcomes) if outcome.error]
     served = total(read_stats(stats)) if stats.is_dir() else None
     row = {
-        **latencies(outcomes),
+        **latencies(run),
         "requests": len(requests),
         "errors": len(errors),
         "first_error": errors[0] if errors else None,
-        "output_tokens_per_s": round(sum(len(outcome.tokens) for outcome in outcomes) / took, 1),
-        "took_s": round(took, 1),
+        "output_tokens_per_s": round(sum(outcome.count for outcome in run.outcomes) / run.seconds, 1),
+        "took_s": round(run.seconds, 1),
         "ready_s": round(ready, 1),
         "preemptions": preemptions,
     }

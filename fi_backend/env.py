@@ -41,14 +41,22 @@ DEBUG: Final = Variable(
 STATS_DIR: Final = Variable(
     "FI_BACKEND_STATS_DIR",
     "unset",
-    "Folder of the files in which every serving process counts its attention calls.",
+    "Folder of the files in which every serving process counts its attention calls, and of the steps that "
+    "`fi-backend stats --capture` asks for.",
 )
-SHARE_PREFIXES: Final = Variable(
-    "FI_BACKEND_SHARE_PREFIXES",
-    "`1`",
-    "`0`: under an engine, every request reads its whole KV cache itself, whatever it shares with others.",
+WITHOUT: Final = Variable(
+    "FI_BACKEND_WITHOUT",
+    "unset",
+    "What an engine's steps do without, to measure what it brings, separated by commas: `sharing` (every "
+    "request reads its whole KV cache itself), `lpt` (work items stand in the order of the requests), "
+    "`device_plan` (the host plans, and waits for what only the GPU knows).",
 )
-VARIABLES: Final = (CACHE_DIR, DISABLE_JIT, DEBUG, STATS_DIR, SHARE_PREFIXES)
+VARIABLES: Final = (CACHE_DIR, DISABLE_JIT, DEBUG, STATS_DIR, WITHOUT)
+
+SHARING: Final = "sharing"
+LPT: Final = "lpt"
+DEVICE_PLAN: Final = "device_plan"
+MECHANISMS: Final = (SHARING, LPT, DEVICE_PLAN)
 
 
 def cache_dir() -> Path:
@@ -71,9 +79,17 @@ def debug() -> bool:
     return _flag(DEBUG.name)
 
 
-def share_prefixes() -> bool:
-    """Return whether engines' steps read shared prefixes once for all requests."""
-    return _flag(SHARE_PREFIXES.name, default=True)
+def without() -> frozenset[str]:
+    """Return what engines' steps do without, of MECHANISMS."""
+    value = os.environ.get(WITHOUT.name, "")
+    # Blanks separate too: `bench serve` takes commas for the ends of its back ends.
+    names = frozenset(value.replace(",", " ").split())
+    if unknown := sorted(names.difference(MECHANISMS)):
+        raise ValueError(
+            f"{WITHOUT.name}: expected any of {', '.join(MECHANISMS)}, separated by commas; got "
+            f"{unknown[0]!r} in {value!r}"
+        )
+    return names
 
 
 def stats_dir() -> Path | None:
@@ -87,11 +103,9 @@ def child_environment(**overrides: str) -> dict[str, str]:
     return {**os.environ, **overrides}
 
 
-def _flag(name: str, *, default: bool = False) -> bool:
+def _flag(name: str) -> bool:
     value = os.environ.get(name, "")
-    if value == "":
-        return default
-    if value == "0":
+    if value in ("", "0"):
         return False
     if value == "1":
         return True

@@ -53,7 +53,7 @@ def _report(log: logging.Logger, tokens: int, plans: int) -> None:
         _reported = True
         log.info(
             "requests share prefixes, which are read once: %d KV tokens a layer less in %d steps so far. "
-            "`fi-backend stats` counts on; FI_BACKEND_SHARE_PREFIXES=0 turns it off.",
+            "`fi-backend stats` counts on; FI_BACKEND_WITHOUT=sharing turns it off.",
             tokens,
             plans,
         )

@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 
+from fi_backend import env
 from fi_backend.core.append import append_kv
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.planner import Limits
@@ -95,6 +96,7 @@ def _construct(
         max_kv_len=limits.max_kv_len,
         device=device,
         num_ctas=_workers(device),
+        longest_first=env.LPT not in env.without(),
         workspace=workspace,
         sharing=sharing,
         variant=variant,

@@ -40,7 +40,10 @@ def explain(
     planned_queues: Annotated[
         bool, typer.Option("--planned-queues", help="Show the queues of Algorithm 1 instead of tickets.")
     ] = False,
-    costs: Annotated[str, typer.Option(help="Cost model of the planner: cuda or cpu.")] = "cuda",
+    costs: Annotated[
+        str,
+        typer.Option(help="Cost model of the planner: cuda or cpu (default: the saved step's, else cuda)."),
+    ] = "",
     block_table: Annotated[
         Path | None, typer.Option(help="JSON file: one list of page ids for each request.")
     ] = None,
@@ -55,7 +58,7 @@ def explain(
     text: Annotated[bool, typer.Option("--text", help="Print as text (the default without --out).")] = False,
 ) -> None:
     """Draw how a step is cut into work items, which prefixes it shares, and how it loads the CTAs."""
-    if costs not in ("cuda", "cpu"):
+    if costs not in ("", "cuda", "cpu"):
         raise InputError(f"--costs: expected cuda or cpu; got {costs!r}")
     if ctas is not None and ctas < 1:
         raise InputError(f"--ctas: expected >= 1; got {ctas}")
@@ -75,7 +78,7 @@ def explain(
         explanation = explain_step(
             described,
             num_ctas=ctas or described.num_ctas or 132,
-            costs=CostModel.for_device(torch.device(costs)),
+            costs=CostModel.for_device(torch.device(costs or described.device or "cuda")),
             planned_queues=planned_queues,
         )
     if out is not None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fi_backend.cli.prefix_tree import PrefixTree, prefix_tree
+from fi_backend.cli.prefix_tree import ALL_TILES, PrefixTree, prefix_tree
 from fi_backend.core.plan import Plan
 from fi_backend.core.planner import CostModel, Limits, Planner
 from fi_backend.core.spec import AttentionSpec
@@ -121,7 +121,14 @@ def explain_step(step: Step, *, num_ctas: int, costs: CostModel, planned_queues:
     )
     requests, tokens = step.kv_lens.size, int(step.qo_indptr[-1])
     limits = Limits(max(requests, 1), max(tokens, 1), max(int(step.kv_lens.max(initial=0)), 1))
-    planner = Planner(spec, limits, num_ctas=num_ctas, costs=costs, planned_queues=planned_queues)
+    planner = Planner(
+        spec,
+        limits,
+        num_ctas=num_ctas,
+        costs=costs,
+        planned_queues=planned_queues,
+        tiles=step.tiles or ALL_TILES,
+    )
     buffer = torch.zeros(planner.layout.total, dtype=torch.uint8)
     planner.plan(torch.from_numpy(step.qo_indptr), torch.from_numpy(step.kv_lens), buffer)
     plan = Plan(buffer.numpy(), planner.layout)

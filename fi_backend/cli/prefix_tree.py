@@ -17,7 +17,7 @@ from fi_backend.core.sharing import SharingLimits, flat_reason
 from fi_backend.core.spec import AttentionSpec
 from fi_backend.core.step import Step
 
-MAX_TILE = 128
+ALL_TILES = (1, 128)
 MAX_LEVELS = 3
 
 
@@ -96,12 +96,17 @@ def prefix_tree(step: Step, spec: AttentionSpec, flat: Planner, flat_plan: Plan)
     """
     qo_indptr, kv_lens = torch.from_numpy(step.qo_indptr), torch.from_numpy(step.kv_lens)
     forest = PrefixForest.of_step(
-        _page_table(step), qo_indptr, kv_lens, group=spec.group_size, max_tile=MAX_TILE
+        _page_table(step), qo_indptr, kv_lens, group=spec.group_size, max_tile=flat.max_tile
     )
     requests, tokens = flat.limits.max_requests, flat.limits.max_tokens
     sharing = SharingLimits(max_nodes=requests, max_levels=MAX_LEVELS, max_tokens=tokens)
     planner = Planner(
-        spec, flat.limits, num_ctas=flat_plan.header["num_ctas"], costs=flat.costs, sharing=sharing
+        spec,
+        flat.limits,
+        num_ctas=flat_plan.header["num_ctas"],
+        costs=flat.costs,
+        tiles=step.tiles or ALL_TILES,
+        sharing=sharing,
     )
     buffer = torch.zeros(planner.layout.total, dtype=torch.uint8)
     planner.plan(qo_indptr, kv_lens, buffer, forest)

@@ -12,7 +12,7 @@ import typer
 from fi_backend.cli.shell import InputError, console, print_json, user_input
 
 if TYPE_CHECKING:
-    from fi_backend.core.counters import ProcessStats
+    from fi_backend.core.counters import AskedProcess, ProcessStats
 
 _HELP = {
     "steps": "Batches that were planned.",
@@ -28,6 +28,7 @@ _HELP = {
     "kv_tokens_saved": "KV tokens not read again, for one KV head of one layer.",
     "kv_bytes_saved": "Bytes of K and V not read again, over all heads and layers.",
     "builds": "Native modules that were compiled.",
+    "step_files": "Steps that were saved for fi-backend explain.",
 }
 # The table leaves the other counts out where they are 0 in every process.
 _ALWAYS = ("pid", "engine", "steps", "attention_calls", "layers", "host")
@@ -37,14 +38,25 @@ def stats(
     folder: Annotated[Path, typer.Argument(help="What FI_BACKEND_STATS_DIR was set to.", metavar="DIR")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     prometheus: Annotated[bool, typer.Option("--prometheus", help="Print Prometheus' text format.")] = False,
+    capture: Annotated[
+        int | None,
+        typer.Option(
+            help="Ask the serving processes to save so many of their next steps into DIR.", metavar="STEPS"
+        ),
+    ] = None,
 ) -> None:
-    """Print how many attention calls each process served; it may still be running."""
+    """Print how many attention calls each process served, or have steps saved; it may still be running."""
     from fi_backend.core.counters import read_stats, total
 
     if as_json and prometheus:
         raise InputError("--prometheus: expected at most one of --json and --prometheus; got both")
     if not folder.is_dir():
         raise InputError(f"DIR: expected a folder that FI_BACKEND_STATS_DIR named; got {str(folder)!r}")
+    if capture is not None:
+        if prometheus:
+            raise InputError("--prometheus: expected no --capture beside it; got both")
+        _capture(folder, capture, as_json)
+        return
     with user_input():
         found = read_stats(folder)
     if as_json:
@@ -53,6 +65,33 @@ def stats(
         print(prometheus_text(found), end="")
     else:
         _print_table(found, total(found))
+
+
+def _capture(folder: Path, steps: int, as_json: bool) -> None:
+    from fi_backend.core.counters import ask_for_steps
+
+    if steps < 1:
+        raise InputError(f"--capture: expected 1 step or more; got {steps}")
+    with user_input():
+        asked = ask_for_steps(folder, steps)
+    if as_json:
+        print_json({"asked": [_asked(each, folder) for each in asked]})
+        return
+    if not asked:
+        raise InputError(f"DIR: expected a process that runs and counts in {folder}; got none")
+    for each in asked:
+        last = "" if steps == 1 else f" to {each.numbers[-1]}"
+        console().print(
+            f"process {each.stats.pid} ({each.stats.engine}) saves step {each.numbers[0]}{last} as it plans: "
+            f"{folder / each.files}",
+            soft_wrap=True,
+        )
+    console().print("draw one: fi-backend explain --step FILE, with --prefix what its requests share")
+
+
+def _asked(each: AskedProcess, folder: Path) -> dict[str, object]:
+    found = {name: getattr(each.stats, name) for name in ("host", "pid", "engine")}
+    return {**found, "first": each.numbers[0], "last": each.numbers[-1], "files": str(folder / each.files)}
 
 
 def prometheus_text(found: list[ProcessStats]) -> str:

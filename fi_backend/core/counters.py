@@ -21,6 +21,7 @@ from fi_backend import env
 
 _MAGIC: Final = b"FISTATS2"
 _HEADER: Final = struct.Struct("8sQ48s")  # magic, process id, engine name
+_WORD: Final = struct.Struct("Q")
 _SIZE: Final = 192
 _COUNTS_AT: Final = _HEADER.size
 _NAMES: Final = ".builds"
@@ -28,6 +29,9 @@ _NAMES: Final = ".builds"
 STEPS, PLANS, CALLS, TOKENS, APPENDED, LAYERS, REPLAYED, CAPTURED = range(8)
 SHARED_PLANS, PREFIX_NODES, KV_TOKENS_SAVED, KV_BYTES_SAVED = range(8, 12)
 BUILDS = 12
+STEP_FILES = 13
+# Written by ask_for_steps() alone, in another process: how many steps have been asked for in all.
+_WANTED_STEPS = 14
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class ProcessStats:
     kv_bytes_saved: K and V of these, of all heads and layers. What a GPU plans is counted some steps later,
         see ShareTally.
     builds: native modules that the process began to compile; read_builds() has their names.
+    step_files: steps that were saved, see ask_for_steps().
     host: name of the host or container, from the file's name; "" for counts that were not read from a file.
     """
 
@@ -66,6 +71,7 @@ class ProcessStats:
     kv_tokens_saved: int = 0
     kv_bytes_saved: int = 0
     builds: int = 0
+    step_files: int = 0
     host: str = ""
 
 
@@ -76,8 +82,7 @@ class Counters:
         self.path: Path | None = None
         self._buffer: mmap.mmap | bytearray = bytearray(_blank())
         if folder is not None:
-            host = os.uname().nodename.replace("/", "_")
-            self.path = folder / f"{host}.{os.getpid()}.stats"
+            self.path = folder / f"{_host_name()}.{os.getpid()}.stats"
             # Of a process before that had this number, as in containers.
             self.path.with_suffix(_NAMES).unlink(missing_ok=True)
             self._buffer = _create(self.path)
@@ -98,6 +103,11 @@ class Counters:
             with contextlib.suppress(OSError), self.path.with_suffix(_NAMES).open("a") as file:
                 file.writelines(f"{name}\n" for name in names)
         self.add(BUILDS, len(names))
+
+    @property
+    def wanted_steps(self) -> int:
+        """How many steps of each plan this process has ever been asked to save; see ask_for_steps()."""
+        return self._counts[_WANTED_STEPS]
 
     def snapshot(self) -> ProcessStats:
         """Return the counts of now."""
@@ -121,12 +131,7 @@ def read_stats(folder: Path) -> list[ProcessStats]:
 
     Raises ValueError, naming the file, for a ``.stats`` file that this version did not write.
     """
-    found = []
-    for path in folder.glob("*.stats"):
-        try:
-            found.append(_parse(path.read_bytes(), _host(path)))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+    found = [_read(path) for path in folder.glob("*.stats")]
     return sorted(found, key=lambda stats: (stats.host, stats.pid))
 
 
@@ -136,6 +141,61 @@ def read_builds(folder: Path) -> list[str]:
     """
     files = sorted(folder.glob(f"*{_NAMES}"))
     return [name for path in files for name in path.read_text().splitlines()]
+
+
+@dataclass(frozen=True)
+class AskedProcess:
+    """A process that was asked to save steps: its counts, and where it saves the steps `numbers`.
+
+    files: pattern of the names of all of them.
+    """
+
+    stats: ProcessStats
+    numbers: range
+    files: str
+
+
+def ask_for_steps(folder: Path, count: int) -> list[AskedProcess]:
+    """Ask the processes that count in `folder` to save the next `count` steps of each of their plans there.
+
+    They see it at their next plan, in the file of their counters. Returns those asked: none that has ended,
+    and none without attention layers. Raises ValueError naming a foreign file, OSError for one that cannot be
+    written.
+    """
+    asked = []
+    for path in sorted(folder.glob("*.stats")):
+        stats = _read(path)
+        if not stats.layers or _has_ended(stats):
+            continue
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), _SIZE) as mapped:
+            at = _COUNTS_AT + 8 * _WANTED_STEPS
+            (before,) = _WORD.unpack_from(mapped, at)
+            _WORD.pack_into(mapped, at, before + count)
+        numbers = range(before + 1, before + 1 + count)
+        asked.append(AskedProcess(stats, numbers, f"{path.stem}.step*.json"))
+    return asked
+
+
+def step_file(path: Path, number: int, plan: int) -> Path:
+    """Return the file of a saved step, beside the counters in `path`.
+
+    number: of all steps that were asked for, from 1. plan: numbers the plans of a process, of which there is
+    one for each kind of layer.
+    """
+    return path.with_suffix(f".step{number}.{plan}.json")
+
+
+def _has_ended(stats: ProcessStats) -> bool:
+    """Whether a process of this host is no more; those of other hosts and containers may be there."""
+    if stats.host != _host_name():
+        return False
+    try:
+        os.kill(stats.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
 
 
 def total(stats: list[ProcessStats]) -> ProcessStats:
@@ -160,6 +220,17 @@ def _create(path: Path) -> mmap.mmap:
         mapped = mmap.mmap(file.fileno(), _SIZE)
     temporary.replace(path)
     return mapped
+
+
+def _host_name() -> str:
+    return os.uname().nodename.replace("/", "_")
+
+
+def _read(path: Path) -> ProcessStats:
+    try:
+        return _parse(path.read_bytes(), _host(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _host(path: Path | None) -> str:
@@ -187,6 +258,7 @@ def _parse(data: bytes, host: str) -> ProcessStats:
         kv_tokens_saved=counts[KV_TOKENS_SAVED],
         kv_bytes_saved=counts[KV_BYTES_SAVED],
         builds=counts[BUILDS],
+        step_files=counts[STEP_FILES],
         host=host,
     )
 

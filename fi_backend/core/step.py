@@ -28,7 +28,8 @@ class Step:
     qo_indptr: int32 [requests + 1], first query token of each request. kv_lens: int32 [requests].
     block_table: one list of page ids a request, at least ceil(kv_len / page_size) long, or None.
     page_size, num_qo_heads, num_kv_heads, head_dim, causal, window_left, batch_invariant: as in
-    AttentionSpec. num_ctas: what the plan was balanced over, or None.
+    AttentionSpec. num_ctas: what the plan was balanced over, or None. device: "cpu" or "cuda", whose costs it
+    was planned with; tiles: least and greatest query tile of its kernels; None where they are not known.
 
     Raises ValueError or TypeError naming the field.
     """
@@ -44,6 +45,8 @@ class Step:
     batch_invariant: bool = False
     num_ctas: int | None = None
     block_table: list[list[int]] | None = None
+    device: str | None = None
+    tiles: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "qo_indptr", _vector("qo_indptr", self.qo_indptr))
@@ -66,6 +69,12 @@ class Step:
             raise ValueError(f"kv_lens: expected >= 0; got {self.kv_lens.tolist()}.")
         if self.block_table is not None:
             self._check_block_table(self.block_table)
+        if self.device not in (None, "cpu", "cuda"):
+            raise ValueError(f"device: expected cpu or cuda; got {self.device!r}.")
+        if self.tiles is not None:
+            if not isinstance(self.tiles, (list, tuple)) or len(self.tiles) != 2:
+                raise TypeError(f"tiles: expected the least and the greatest height; got {self.tiles!r}.")
+            object.__setattr__(self, "tiles", tuple(self.tiles))  # JSON has lists alone
 
     def _check_block_table(self, table: list[list[int]]) -> None:
         if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
@@ -95,24 +104,30 @@ class Step:
 
     @classmethod
     def capture(
-        cls, spec: AttentionSpec, qo_indptr: Tensor, page_table: PageTable, *, num_ctas: int | None = None
+        cls,
+        spec: AttentionSpec,
+        qo_indptr: Tensor,
+        page_table: PageTable,
+        *,
+        num_ctas: int | None = None,
+        device: str | None = None,
+        tiles: tuple[int, int] | None = None,
     ) -> Step:
         """Copy what BatchAttention.plan() was given to the host; waits for the device if it lives on one.
 
-        qo_indptr, page_table: the arguments of plan(). Contiguous KV has no block table.
+        qo_indptr, page_table: the arguments of plan(). Contiguous KV has no block table. Requests at the end
+        without queries and keys, with which engines fill a step up, are left out. num_ctas, device, tiles: see
+        the class.
         """
-        kv_lens = page_table.kv_lens.cpu().numpy()
-        rows = None
-        if page_table.indices is not None:
-            begin = page_table.row_begin.tolist()
-            step, divisor = page_table.index_step, page_table.index_divisor
-            end = max(page_table.row_end.tolist(), default=0)
-            flat = page_table.indices.as_strided((end,), (1,)).cpu().numpy() // divisor
-            counts = (-(-kv_lens // page_table.page_size)).tolist()
-            rows = [flat[b : b + n * step : step].tolist() for b, n in zip(begin, counts, strict=True)]
+        starts, kv_lens = (qo_indptr - qo_indptr[0]).cpu(), page_table.kv_lens.cpu()
+        rows = _rows(page_table, kv_lens)
+        used = int(((kv_lens != 0) | (starts.diff() != 0)).numpy().nonzero()[0].max(initial=-1)) + 1
+        if rows is not None and spec.window_left >= 0:
+            # Pages on the left of a window are never read; engines give them up.
+            rows = [[max(page, 0) for page in row] for row in rows]
         return cls(
-            qo_indptr=(qo_indptr - qo_indptr[0]).cpu().numpy(),
-            kv_lens=kv_lens,
+            qo_indptr=starts[: used + 1].numpy(),
+            kv_lens=kv_lens[:used].numpy(),
             page_size=page_table.page_size,
             num_qo_heads=spec.num_qo_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -121,8 +136,21 @@ class Step:
             window_left=spec.window_left,
             batch_invariant=spec.batch_invariant,
             num_ctas=num_ctas,
-            block_table=rows,
+            block_table=None if rows is None else rows[:used],
+            device=device,
+            tiles=tiles,
         )
+
+
+def _rows(table: PageTable, kv_lens: Tensor) -> list[list[int]] | None:
+    from fi_backend.core.host_table import pages_on_host
+
+    pages = pages_on_host(table, kv_lens)
+    if pages is None:
+        return None
+    held = -((table.row_begin - table.row_end).cpu() // table.index_step)
+    counts = (-(-kv_lens // table.page_size)).minimum(held).tolist()
+    return [row[:count].tolist() for row, count in zip(pages, counts, strict=True)]
 
 
 def save_step(path: Path | str, step: Step) -> None:

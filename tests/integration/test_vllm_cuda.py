@@ -53,7 +53,7 @@ def _outputs_times(factor: float) -> dict[str, Any]:
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 3}
 
 # Requests behind a text of all and a text of their group.
-OFF = {"FI_BACKEND_SHARE_PREFIXES": "0"}
+OFF = {"FI_BACKEND_WITHOUT": "sharing"}
 SHARING: dict[str, dict[str, Any]] = {
     "shared, eager, 16": {"block_size": 16, "enforce_eager": True, "environment": {"FI_BACKEND_DEBUG": "1"}},
     "shared, FULL, 16": {"block_size": 16, "compilation_config": FULL, "sabotage": "no_sync"},

@@ -21,7 +21,7 @@ TREES = {
 }
 # Prompts fit into it together, but not what is generated.
 SMALL_POOL = 2304
-OFF = {"FI_BACKEND_SHARE_PREFIXES": "0"}
+OFF = {"FI_BACKEND_WITHOUT": "sharing"}
 SHARED, FLAT, THEIRS, PREEMPTED = "shared", "flat", "CPU_ATTN", "small pool"
 SABOTAGES = ("equal_by_their_first_page", "wrong_representative")
 RUNS: dict[str, dict[str, Any]] = {

@@ -101,6 +101,22 @@ class TestEnvironment:
         with pytest.raises(ValueError, match=f"{name}: expected 0 or 1, got 'true'"):
             read()
 
+    def test_mechanisms_to_do_without(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("FI_BACKEND_WITHOUT", raising=False)
+        assert env.without() == frozenset()
+        for text, value in (
+            ("", set()),
+            ("lpt", {"lpt"}),
+            ("sharing,device_plan", {"sharing", "device_plan"}),
+            (" lpt sharing, lpt,", {"sharing", "lpt"}),
+        ):
+            monkeypatch.setenv("FI_BACKEND_WITHOUT", text)
+            assert env.without() == value
+        monkeypatch.setenv("FI_BACKEND_WITHOUT", "lpt,LPT")
+        known = "sharing, lpt, device_plan, separated by commas"
+        with pytest.raises(ValueError, match=f"FI_BACKEND_WITHOUT: expected any of {known}; got 'LPT' in"):
+            env.without()
+
     def test_stats_dir(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv("FI_BACKEND_STATS_DIR", raising=False)
         assert env.stats_dir() is None

@@ -272,7 +272,7 @@ def test_where_nothing_is_shared(server: dict[str, Any]) -> None:
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FI_BACKEND_SHARE_PREFIXES", "0")
+    monkeypatch.setenv("FI_BACKEND_WITHOUT", "sharing")
     before = counters().snapshot()
     served(graph=False)
     assert counters().snapshot().kv_tokens_saved == before.kv_tokens_saved

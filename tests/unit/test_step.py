@@ -27,13 +27,14 @@ SPEC = AttentionSpec(8, 2, 64, page_size=4, window_left=100, batch_invariant=Tru
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    step = Step(**GOOD, window_left=5, causal=False, num_ctas=3, head_dim=64)
+    step = Step(**GOOD, window_left=5, causal=False, num_ctas=3, head_dim=64, device="cuda", tiles=(16, 128))
     save_step(tmp_path / "s.json", step)
     again = load_step(tmp_path / "s.json")
     assert again.qo_indptr.tolist() == [0, 1, 3]
     assert again.kv_lens.dtype == np.int32
     assert (again.window_left, again.causal, again.num_ctas, again.head_dim) == (5, False, 3, 64)
     assert again.block_table == [[7, 3, 9], [7, 5]]
+    assert (again.device, again.tiles) == ("cuda", (16, 128))
     assert again.num_pages.tolist() == [3, 2]
     assert again.q_lens.tolist() == [1, 2]
 
@@ -62,6 +63,8 @@ def test_a_file_by_hand_needs_the_lengths_only(tmp_path: Path) -> None:
         ({"block_table": [7, 3]}, TypeError, "block_table: expected a list of lists"),
         ({"block_table": [[7, 3], [7, 5]]}, ValueError, r"block_table\[0\]: expected at least 3 pages"),
         ({"block_table": [[7, 3, -9], [7, 5]]}, ValueError, r"block_table\[0\]: expected page ids >= 0"),
+        ({"device": "tpu"}, ValueError, "device: expected cpu or cuda; got 'tpu'"),
+        ({"tiles": 16}, TypeError, "tiles: expected the least and the greatest height; got 16"),
         ({"colour": 1}, ValueError, "colour: expected one of"),
         ({"format": "other"}, ValueError, "format: expected 'fi_backend step 1'; got 'other'"),
     ],
@@ -113,3 +116,34 @@ def test_capture_of_contiguous_kv_has_no_pages() -> None:
     step = Step.capture(AttentionSpec(8, 2, 64), torch.tensor([0, 1, 2], dtype=torch.int32), table)
     assert step.block_table is None
     assert step.kv_lens.tolist() == [5, 4]
+
+
+def test_capture_leaves_out_requests_that_fill_a_step_up() -> None:
+    kv_lens = torch.tensor([10, 0, 6, 0, 0], dtype=torch.int32)
+    table = PageTable.from_block_table(torch.ones(5, 3, dtype=torch.int32), kv_lens, page_size=4)
+    step = Step.capture(SPEC, torch.tensor([0, 1, 1, 2, 2, 2], dtype=torch.int32), table)
+    assert step.qo_indptr.tolist() == [0, 1, 1, 2]
+    assert step.kv_lens.tolist() == [10, 0, 6]
+    assert step.block_table == [[1, 1, 1], [], [1, 1]]
+    none = PageTable.from_block_table(torch.ones(1, 3, dtype=torch.int32), kv_lens[1:2], page_size=4)
+    assert Step.capture(SPEC, torch.tensor([3, 3], dtype=torch.int32), none).block_table == []
+
+
+def test_pages_that_a_window_has_left_may_be_given_up() -> None:
+    table = PageTable.from_block_table(
+        torch.tensor([[-1, 3, 9]], dtype=torch.int32), torch.tensor([10], dtype=torch.int32), page_size=4
+    )
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    assert Step.capture(SPEC, starts, table).block_table == [[0, 3, 9]]
+    with pytest.raises(ValueError, match=r"block_table\[0\]: expected page ids >= 0"):
+        Step.capture(AttentionSpec(8, 2, 64, page_size=4), starts, table)
+
+
+def test_a_row_that_is_too_short_is_named() -> None:
+    memory = torch.arange(9, dtype=torch.int32)
+    kv_lens = torch.tensor([10, 6], dtype=torch.int32)
+    starts, ends = torch.tensor([0, 7]), torch.tensor([2, 9])
+    with pytest.raises(ValueError, match=r"block_table\[0\]: expected at least 3 pages .* got 2"):
+        Step.capture(
+            SPEC, torch.tensor([0, 1, 2], dtype=torch.int32), PageTable(memory, starts, ends, kv_lens, 4)
+        )

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from vllm_step import BLOCK, HEADS, make_builder, make_cache, make_common, make_layer, stand_in_config
+from vllm_step import BLOCK, make_builder, make_common, make_layer, outputs, shared_step, stand_in_config
 
 from fi_backend.adapters import shared_counts
 from fi_backend.adapters.vllm import metadata
@@ -32,21 +32,6 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
     config.scheduler_config.max_num_seqs = 16
     config.model_config.max_model_len = 4096
     return config
-
-
-def shared_step(requests: int = 12, pages: int = 120, *, q_len: int = 1, max_seq_len: int = 0) -> Any:
-    """Requests behind one text of `pages` blocks, each with two of its own."""
-    kv_lens = [pages * BLOCK + 5 + r for r in range(requests)]
-    common = make_common([q_len] * requests, [4 * BLOCK] * requests)
-    lens = torch.tensor(kv_lens, dtype=torch.int32)
-    common.seq_lens = common.seq_lens_cpu_upper_bound = lens
-    common.max_seq_len = max_seq_len or max(kv_lens)
-    table = torch.full((requests, pages + 4), -7, dtype=torch.int32)
-    table[:, :pages] = torch.arange(1, pages + 1)
-    own = torch.arange(2 * requests, dtype=torch.int32).reshape(requests, 2)
-    table[:, pages : pages + 2] = pages + 1 + own
-    common.block_table_tensor = table
-    return common
 
 
 class Plans:
@@ -81,18 +66,6 @@ def counted(before: Any) -> tuple[int, ...]:
     return tuple(after[name] - asdict(before)[name] for name in NAMES)
 
 
-def outputs(config: Any, layer: Any, common: Any) -> torch.Tensor:
-    """Attention of a step over random caches; blocks that no row names are NaN."""
-    generator = torch.Generator().manual_seed(3)
-    table = common.block_table_tensor
-    cache = make_cache().new_full((int(table.max()) + 2, *make_cache().shape[1:]), float("nan"))
-    named = table[table > 0].unique().long()
-    cache[named] = torch.randn(len(named), *cache.shape[1:], generator=generator)
-    q = torch.randn(common.num_actual_tokens, HEADS, 32, generator=generator)
-    built = make_builder(config, ["layer"]).build(0, common)
-    return layer.impl.forward(layer, q, q, q, cache, built, torch.full_like(q, float("nan")))
-
-
 def test_capacity_for_speculation_and_short_questions(config: Any) -> None:
     config.scheduler_config.max_num_batched_tokens = 8192
     assert sharing_limits(config, step_limits(config)) == SharingLimits(16, 3, 16 + 256)
@@ -110,7 +83,7 @@ def test_shared_blocks_are_read_once(
     # Twelve requests of up to four tokens and two heads a KV head fill one query tile.
     saved = 11 * 120 * BLOCK
     assert counted(before) == (1, 1, saved, saved * 2 * 2 * 32 * 4)
-    monkeypatch.setenv("FI_BACKEND_SHARE_PREFIXES", "0")
+    monkeypatch.setenv("FI_BACKEND_WITHOUT", "sharing")
     flat = outputs(config, layer, shared_step(q_len=q_len))
     assert plans.nodes == [1, 0]
     assert plans.detect == [True, False]

@@ -179,8 +179,8 @@ def test_prefixes_are_shared_unless_rows_are_told_apart(
     cache = torch.randn(int(table.max()) + 1, *make_cache().shape[1:], generator=random)
     q = torch.randn(requests, HEADS, HEAD_DIM, generator=random)
     before, outputs = counters().snapshot().prefix_nodes, []
-    for shared in "10":
-        monkeypatch.setenv("FI_BACKEND_SHARE_PREFIXES", shared)
+    for without in ("", "sharing"):
+        monkeypatch.setenv("FI_BACKEND_WITHOUT", without)
         metadata = make_builder(config, ["layer"]).build(0, common)
         outputs.append(layer.impl.forward(layer, q, q, q, cache, metadata, torch.full_like(q, math.nan)))
     assert counters().snapshot().prefix_nodes - before == nodes

@@ -71,6 +71,21 @@ def make_common(query_lens: list[int], kv_lens: list[int], **fields: Any) -> Com
     return CommonAttentionMetadata(**{**defaults, **fields})
 
 
+def shared_step(requests: int = 12, pages: int = 120, *, q_len: int = 1, max_seq_len: int = 0) -> Any:
+    """Requests behind one text of `pages` blocks, each with two of its own."""
+    kv_lens = [pages * BLOCK + 5 + r for r in range(requests)]
+    common = make_common([q_len] * requests, [4 * BLOCK] * requests)
+    lens = torch.tensor(kv_lens, dtype=torch.int32)
+    common.seq_lens = common.seq_lens_cpu_upper_bound = lens
+    common.max_seq_len = max_seq_len or max(kv_lens)
+    table = torch.full((requests, pages + 4), -7, dtype=torch.int32)
+    table[:, :pages] = torch.arange(1, pages + 1)
+    own = torch.arange(2 * requests, dtype=torch.int32).reshape(requests, 2)
+    table[:, pages : pages + 2] = pages + 1 + own
+    common.block_table_tensor = table
+    return common
+
+
 def run_step(config: Any, layer: Any, common: CommonAttentionMetadata, cache: torch.Tensor) -> torch.Tensor:
     """Run a step of a one-layer model on random queries, keys and values."""
     generator = torch.Generator().manual_seed(int(common.num_actual_tokens))
@@ -83,3 +98,15 @@ def run_step(config: Any, layer: Any, common: CommonAttentionMetadata, cache: to
 
 def make_cache(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_DIM, dtype=dtype)
+
+
+def outputs(config: Any, layer: Any, common: Any) -> torch.Tensor:
+    """Attention of a step over random caches; blocks that no row names are NaN."""
+    generator = torch.Generator().manual_seed(3)
+    table = common.block_table_tensor
+    cache = make_cache().new_full((int(table.max()) + 2, *make_cache().shape[1:]), float("nan"))
+    named = table[table > 0].unique().long()
+    cache[named] = torch.randn(len(named), *cache.shape[1:], generator=generator)
+    q = torch.randn(common.num_actual_tokens, HEADS, 32, generator=generator)
+    built = make_builder(config, ["layer"]).build(0, common)
+    return layer.impl.forward(layer, q, q, q, cache, built, torch.full_like(q, float("nan")))

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from torch import Tensor
 
+from fi_backend import env
 from fi_backend.core.append import append_kv
 from fi_backend.core.counters import APPENDED, CALLS, CAPTURED, LAYERS, REPLAYED, STEPS, TOKENS, counters
 from fi_backend.core.custom_mask import PackedMask
@@ -73,7 +74,8 @@ class FiAttnBackend(AttentionBackend):
             self._masks = TreeMasks(
                 self._verify_mask.buffer, requests=table.shape[0], drafts=drafts, width=self.max_context_len
             )
-        self._shared = SharedPrefixes() if shares_prefixes(model_runner) else None
+        shares = shares_prefixes(model_runner) and env.SHARING not in env.without()
+        self._shared = SharedPrefixes() if shares else None
         self._layers = Layers(model_runner, layers, trees=self._masks is not None, shared=self._shared)
         # Speculation knows exact lengths on the device alone; asking for the host's would wait for it.
         self.needs_cpu_seq_lens = not (table.is_cuda and draft_tokens(model_runner))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fi_backend.adapters.layer_variants import Chosen, choose
 from fi_backend.adapters.shared_counts import count_shared
+from fi_backend.adapters.step_capture import StepCapture
 from fi_backend.adapters.workspace import batch_attention, reserve
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.counters import PLANS, counters
@@ -27,7 +28,14 @@ from fi_backend.errors import UnsupportedError
 from .radix import SharedPrefixes
 from .refuse import refuse_other_backends
 from .step import Kind, Step
-from .translate import asked_variant, describe_layer, layer_spec, sharing_limits, step_limits
+from .translate import (
+    asked_variant,
+    describe_layer,
+    layer_spec,
+    shares_prefixes,
+    sharing_limits,
+    step_limits,
+)
 
 _log = logging.getLogger("sglang.srt.plugins.fi_backend")
 
@@ -47,7 +55,8 @@ class Layers:
         self._device = resolve(model_runner.device)
         self._limits = step_limits(model_runner)
         self._shared = shared
-        self._sharing = None if shared is None else sharing_limits(self._limits)
+        # Where sharing is left out, memory stays as it is with it.
+        self._sharing = sharing_limits(self._limits) if shares_prefixes(model_runner) else None
         self._page_size: int = model_runner.page_size
         self._common = {
             "dtype": model_runner.dtype,
@@ -58,6 +67,7 @@ class Layers:
             ),
         }
         self._attention: dict[Kind, BatchAttention] = {}
+        self._captures: dict[Kind, StepCapture] = {}
         self._kinds: dict[tuple[Any, bool, bool], Kind] = {}
         self._of_graphs: dict[Any, set[Kind]] = {}
         self._runner = model_runner
@@ -118,6 +128,7 @@ class Layers:
             attention = self._attention[kind] = batch_attention(
                 spec, self._limits, self._device, self._sharing_of(spec, variant), variant
             )
+            self._captures[kind] = StepCapture(_log)
         attention.plan(
             step.qo_indptr,
             step.tables[windowed],
@@ -132,6 +143,8 @@ class Layers:
         counters().add(PLANS)
         declared = replace(spec, sinks=False, custom_mask=False)
         count_shared(attention, self._num_layers[declared, variant], _log)
+        if not step.captures:
+            self._captures[kind].offer(attention, step.qo_indptr, step.tables[windowed], step.num_requests)
 
     def _sharing_of(self, spec: AttentionSpec, variant: AttentionVariant | None) -> SharingLimits | None:
         return None if flat_reason(spec, variant) else self._sharing

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fi_backend import env
+from fi_backend.adapters.host_plan import copy_lengths, may_wait
 from fi_backend.core.custom_mask import PackedMask
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.spec import AttentionSpec
@@ -87,6 +89,7 @@ class StepArrays:
         self._page_size = page_size
         self._translate = translate
         self._on_device = table.is_cuda
+        self._device_plans = env.DEVICE_PLAN not in env.without()
         self._uniform = lru_cache(maxsize=8)(self._make_uniform)
 
     def buffers(self, requests: int, tokens: int) -> GraphBuffers:
@@ -185,15 +188,16 @@ class StepArrays:
         """Return the host's (qo_indptr, kv_lens), or None for both where the device must plan."""
         if not self._on_device:
             return qo_indptr, kv_lens
-        requests, known = kv_lens.shape[0], forward_batch.seq_lens_cpu
-        if known is None:
-            return None, None
+        requests, known, q_lens = kv_lens.shape[0], forward_batch.seq_lens_cpu, lengths.q_lens_host
+        if known is None or (lengths.width is None and (q_lens is None or len(q_lens) < requests)):
+            if self._device_plans or not may_wait(kv_lens):
+                return None, None
+            return copy_lengths(qo_indptr, kv_lens)
         kv_host = (known[:requests] + lengths.more_kv).to(torch.int32)
         if lengths.width is not None:
             return self._uniform(lengths.width, torch.device("cpu"))[: requests + 1], kv_host
-        if lengths.q_lens_host is None or len(lengths.q_lens_host) < requests:
-            return None, None
-        return indptr(lengths.q_lens_host[:requests]), kv_host
+        assert q_lens is not None, "lengths that differ are known here"
+        return indptr(q_lens[:requests]), kv_host
 
     def _num_tokens(self, forward_batch: Any, lengths: Lengths, requests: int) -> int:
         if lengths.width is not None:

@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fi_backend import env
 from fi_backend.adapters.layer_variants import KEY, Asked, asked_for
 from fi_backend.core.planner import Limits
 from fi_backend.core.sharing import SharingLimits
@@ -118,14 +117,13 @@ def step_limits(model_runner: Any) -> Limits:
 
 
 def shares_prefixes(model_runner: Any) -> bool:
-    """Return whether steps of this engine may read the prefixes that requests share once for all of them.
+    """Return whether steps of this engine could read the prefixes that requests share once for all of them.
 
     Drafts are left out: their caches are not in the radix tree of the model.
     """
     arguments = model_runner.server_args
     return (
-        env.share_prefixes()
-        and not getattr(arguments, "disable_radix_cache", False)
+        not getattr(arguments, "disable_radix_cache", False)
         and getattr(arguments, "speculative_algorithm", None) is None
         and getattr(arguments, "pp_size", 1) in (None, 1)  # micro-batches are under way together
     )

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
+from fi_backend import env
+from fi_backend.adapters.host_plan import HostLengths, copy_forest, copy_lengths, may_wait
 from fi_backend.adapters.shared_counts import count_shared
+from fi_backend.adapters.step_capture import StepCapture
 from fi_backend.adapters.workspace import batch_attention
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.counters import CALLS, CAPTURED, PLANS, REPLAYED, STEPS, TOKENS, counters
@@ -98,12 +101,16 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
         self._with_sinks = [layers[name].impl for name in layer_names if layers[name].impl.spec.sinks]
         self._layers = Counter(layer_kind(layers[name]) for name in layer_names)
         self._on_host = device.type == "cpu"
+        without = env.without()
+        self._shares = env.SHARING not in without
+        self._device_plans = env.DEVICE_PLAN not in without
         sharing = sharing_limits(vllm_config, self._limits)
         self.attention: dict[LayerKind, BatchAttention] = {}
         for kind in self._layers:
             # Windows, caps, head counts and sizes of V may differ among the layers that share a cache.
             spec = replace(kind.spec, page_size=self.block_size, head_dim_v=kind.head_dim_v)
             self.attention[kind] = batch_attention(spec, self._limits, device, sharing, kind.variant)
+        self._captures = {kind: StepCapture(_log) for kind in self._layers}
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -146,18 +153,30 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
             and requests > 1
             and common.max_seq_len <= self._limits.max_kv_len
         )
+        qo_indptr = common.query_start_loc[: requests + 1]
+        known = None if kv_lens_host is None else HostLengths(qo_indptr_host, kv_lens_host)
+        copied: HostLengths | None = None
         for kind, attention in self.attention.items():
-            shares = may_share and attention.tally is not None
-            # What is shared is looked for where the block table lies, and with the exact lengths.
-            planned_on_device = kv_lens_host is None or (shares and not self._on_host)
+            searched = may_share and attention.tally is not None
+            shares = searched and self._shares
+            # What is shared is looked for where the block table lies, and with the exact lengths; without
+            # sharing the plan is made in the same place.
+            lengths = known if self._on_host or not searched else None
+            forest = None
+            if lengths is None and not self._device_plans and may_wait(qo_indptr):
+                lengths = copied = copied or copy_lengths(qo_indptr, table.kv_lens)
+                forest = copy_forest(attention, table, copied) if shares else None
             attention.plan(
-                common.query_start_loc[: requests + 1],
+                qo_indptr,
                 table,
-                qo_indptr_host=None if planned_on_device else qo_indptr_host,
-                kv_lens_host=None if planned_on_device else kv_lens_host,
-                detect_prefixes=shares,
+                qo_indptr_host=None if lengths is None else lengths.qo_indptr,
+                kv_lens_host=None if lengths is None else lengths.kv_lens,
+                forest=forest,
+                detect_prefixes=shares and forest is None,
             )
             count_shared(attention, self._layers[kind], _log)
+            if not capture:
+                self._captures[kind].offer(attention, qo_indptr, table, requests)
         count = counters()
         count.add(STEPS, self._counts_steps)
         count.add(PLANS, len(self.attention))

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import torch
 
-from fi_backend import env
 from fi_backend.adapters.layer_variants import KEY, Asked, asked_for
 from fi_backend.core.planner import Limits
 from fi_backend.core.sharing import SharingLimits
@@ -173,9 +172,10 @@ def step_limits(vllm_config: Any, *, attention_chunk_size: int | None = None) ->
 def sharing_limits(vllm_config: Any, limits: Limits) -> SharingLimits | None:
     """Return the capacity for shared prefixes in steps within `limits`, or None where there are none.
 
-    Requests begin with the same blocks where vLLM's prefix cache gives them the same.
+    Requests begin with the same blocks where vLLM's prefix cache gives them the same. Where sharing is left
+    out, memory stays as it is with it.
     """
-    if not (vllm_config.cache_config.enable_prefix_caching and env.share_prefixes()):
+    if not vllm_config.cache_config.enable_prefix_caching:
         return None
     speculation = vllm_config.speculative_config
     drafts = 0 if speculation is None else speculation.num_speculative_tokens or 0

@@ -12,6 +12,7 @@ from aiohttp import web
 from serving_bench import bench
 from serving_fake import FakeServer
 
+from fi_backend.benchmarks.serving.engines import file_name
 from fi_backend.benchmarks.serving.records import read_record
 from fi_backend.core.counters import CALLS, LAYERS, STEPS, Counters
 
@@ -77,3 +78,10 @@ def test_what_is_compiled_late_fails_the_run(
     assert words in result.stdout.replace("\n", " ")
     assert words in (tmp_path / "out" / "report.html").read_text()
     assert len(entry["points"]) == 1, "what was measured is kept"
+
+
+def test_long_folders_make_names_that_files_may_have() -> None:
+    assert file_name("fi+FI_BACKEND_CACHE_DIR=/a b/c") == "fi_FI_BACKEND_CACHE_DIR=_a_b_c"
+    names = {file_name(f"fi+FI_BACKEND_CACHE_DIR=/{'long/' * 80}{end}") for end in "ab"}
+    assert len(names) == 2
+    assert all(len(name) == 100 for name in names)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from typing import Any
 from fi_backend import env
 from fi_backend.benchmarks.serving.protocols import OpenAiCompletions, Protocol, SglangGenerate
 from fi_backend.benchmarks.serving.server import Server, SglangServer, VllmServer
+
+_LONGEST = 100
 
 
 @dataclass(frozen=True)
@@ -115,5 +118,8 @@ def make_server(
 
 
 def file_name(text: str) -> str:
-    """Return `text` with everything replaced that a file's name should not have."""
-    return re.sub(r"[^\w.=-]+", "_", text)
+    """Return a name for files of `text`, without what such names should not have, of at most 100 letters."""
+    name = re.sub(r"[^\w.=-]+", "_", text)
+    if len(name) <= _LONGEST:
+        return name
+    return f"{name[: _LONGEST - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

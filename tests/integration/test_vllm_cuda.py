@@ -71,6 +71,16 @@ SHARING: dict[str, dict[str, Any]] = {
         "compilation_config": FULL,
         "kv_cache_memory_bytes": TREE_POOL * 2 * 2 * 128 * 2 * LAYERS,
     },
+    "shared, without lpt, FULL, 16": {
+        "block_size": 16,
+        "compilation_config": FULL,
+        "environment": {"FI_BACKEND_WITHOUT": "lpt"},
+    },
+    "shared, without device_plan, FULL, 16": {
+        "block_size": 16,
+        "compilation_config": FULL,
+        "environment": {"FI_BACKEND_WITHOUT": "device_plan"},
+    },
     "flat, FULL, 16": {"block_size": 16, "compilation_config": FULL, "environment": OFF},
     "flat, V1 runner, eager, 16": {"block_size": 16, "enforce_eager": True, "environment": {**V1, **OFF}},
 }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import os
@@ -20,6 +21,7 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
 }
 SERVER: dict[str, Any] = {
+    "attention_backend": "fi",
     "max_prefill_tokens": 256,
     "chunked_prefill_size": 128,
 }
@@ -52,6 +54,24 @@ class Shape:
     rows: int = 5
     width: int = 512
     slots: int = 2048
+
+
+def server_arguments(**given: Any) -> SimpleNamespace:
+    """Return SGLang's own defaults of the server's arguments, but for SERVER and those given."""
+    from sglang.srt.server_args import ServerArgs
+
+    # A dataclass in 0.5.17, a Struct in 0.5.23.
+    declared = dataclasses.fields if dataclasses.is_dataclass(ServerArgs) else msgspec_fields
+    plain = (bool, int, float, str, type(None))
+    defaults = {each.name: each.default for each in declared(ServerArgs) if isinstance(each.default, plain)}
+    return SimpleNamespace(**{**defaults, **SERVER, **given})
+
+
+def msgspec_fields(struct: Any) -> Any:
+    """Return the fields of a Struct; msgspec comes with SGLang."""
+    from msgspec.structs import fields
+
+    return fields(struct)
 
 
 def make_runner(shape: Shape, **server: Any) -> Any:
@@ -93,9 +113,10 @@ def make_runner(shape: Shape, **server: Any) -> Any:
     else:
         pool = MHATokenToKVPool(size=shape.slots, layer_num=len(layers), enable_memory_saver=False, **common)
     return SimpleNamespace(
-        server_args=SimpleNamespace(**{**SERVER, **server}),
+        server_args=server_arguments(**server),
         device="cpu",
         use_mla_backend=False,
+        is_draft_worker=False,
         model_config=SimpleNamespace(is_encoder_decoder=False),
         req_to_token_pool=ReqToTokenPool(shape.rows - 1, shape.width, "cpu", False),
         token_to_kv_pool=pool,

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import dis
 import importlib
 import inspect
 from dataclasses import fields, is_dataclass
+from types import FunctionType
 from typing import Any
 
-# (module, attribute path, leading parameter or field names that are relied on; () = existence only)
-Contract = tuple[tuple[str, str, tuple[str, ...]], ...]
+# (module, attribute path, what is relied on). A tuple: leading parameters, or fields of a record; () stands
+# for existence alone. A frozenset: attributes that a class gives to its instances.
+Contract = tuple[tuple[str, str, tuple[str, ...] | frozenset[str]], ...]
 
 
 def mismatches(contract: Contract) -> list[str]:
@@ -32,11 +35,13 @@ def mismatches(contract: Contract) -> list[str]:
     return problems
 
 
-def _names_mismatch(target: Any, expected: tuple[str, ...]) -> str | None:
+def _names_mismatch(target: Any, expected: tuple[str, ...] | frozenset[str]) -> str | None:
     if not expected:
         return None
-    if is_dataclass(target):
-        got = [field.name for field in fields(target)]
+    if isinstance(expected, frozenset):
+        missing = sorted(expected - _attributes(target))
+        return f"expected the attributes {', '.join(missing)} of its instances" if missing else None
+    if (got := _fields(target)) is not None:
         missing = [name for name in expected if name not in got]
         return f"expected the fields {', '.join(missing)}, got {', '.join(got)}" if missing else None
     signature = inspect.signature(target).parameters
@@ -46,3 +51,23 @@ def _names_mismatch(target: Any, expected: tuple[str, ...]) -> str | None:
     if tuple(got[: len(expected)]) != expected:
         return f"expected the parameters ({', '.join(expected)}, ...), got ({', '.join(got)})"
     return None
+
+
+def _fields(target: Any) -> list[str] | None:
+    """Return the fields of a dataclass or of a Struct of msgspec, None for anything else."""
+    if is_dataclass(target):
+        return [field.name for field in fields(target)]
+    names = getattr(target, "__struct_fields__", None)
+    return None if names is None else list(names)
+
+
+def _attributes(target: type) -> set[str]:
+    """Return what a class or its bases declare, or store in `self.<name>` or another `<object>.<name>`."""
+    found = set(_fields(target) or ())
+    for each in target.__mro__:
+        found.update(vars(each), vars(each).get("__annotations__", ()))
+        for member in vars(each).values():
+            function = inspect.unwrap(member) if callable(member) else member
+            if isinstance(function, FunctionType):
+                found.update(i.argval for i in dis.get_instructions(function) if i.opname == "STORE_ATTR")
+    return found

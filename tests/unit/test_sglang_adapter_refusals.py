@@ -12,29 +12,73 @@ from sglang_cpu import Shape, make_runner
 
 pytest.importorskip("sglang", reason="SGLang is not installed")
 
+from sglang.srt.arg_groups import overrides
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.server_args import ServerArgs
 from sglang_step import STEPS, Engine
 
+from fi_backend.adapters.sglang import compat
 from fi_backend.adapters.sglang.backend import FiAttnBackend
+from fi_backend.adapters.sglang.refuse import REFUSED_ARGUMENTS
+from fi_backend.adapters.sglang.translate import draft_tokens
 from fi_backend.errors import UnsupportedError
+
+DECIDES_BESIDE = hasattr(overrides, "resolution_result")
 
 
 @pytest.mark.parametrize(
     ("server", "words"),
     [
         ({"speculative_algorithm": "DFLASH"}, "speculative_algorithm='DFLASH' .fi verifies EAGLE, "),
-        ({"enable_torch_compile": True}, "enable_torch_compile=True"),
-        ({"dcp_size": 2}, "dcp_size=2"),
-        ({"enable_dp_attention": True}, "enable_dp_attention=True"),
-        ({"disaggregation_mode": "prefill"}, "disaggregation_mode='prefill'"),
-        ({"enable_hierarchical_cache": True}, "enable_hierarchical_cache=True"),
-        ({"enable_multi_layer_eagle": True}, "enable_multi_layer_eagle=True"),
+        *(
+            ({name: value}, f"{name}={value!r} ")
+            for name, value in {
+                "dllm_algorithm": "LowConfidence",
+                "enable_torch_compile": True,
+                "enable_two_batch_overlap": True,
+                "enable_pdmux": True,
+                "enable_dp_attention": True,
+                "dcp_size": 2,
+                "attn_cp_size": 2,
+                "disaggregation_mode": "prefill",
+                "enable_hierarchical_cache": True,
+                "enable_lmcache": True,
+                "enable_unified_memory": True,
+                "enable_multi_layer_eagle": True,
+                "attn_dp_size": 2,
+            }.items()
+        ),
     ],
 )
 def test_engines_that_are_refused(server: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         FiAttnBackend(make_runner(Shape(), **server))
+
+
+def test_every_refused_argument_is_tried_and_is_off_by_default() -> None:
+    [mark] = test_engines_that_are_refused.pytestmark
+    assert {name for server, _ in mark.args[1] for name in server} > set(REFUSED_ARGUMENTS)
+    FiAttnBackend(make_runner(Shape()))
+
+
+@pytest.mark.skipif(not DECIDES_BESIDE, reason="0.5.17 writes its decisions into the record")
+def test_what_sglang_has_decided_is_refused_too() -> None:
+    """0.5.23 turns --enable-dp-attention into a number of parts, and changes nothing in the record."""
+    runner = make_runner(Shape())
+    runner.server_args = ServerArgs(model_path="none")
+    overrides.declare_resolution(runner.server_args, "test", attn_dp_size=2)
+    with pytest.raises(UnsupportedError, match=r"attn_dp_size=2 \(data-parallel attention\)"):
+        FiAttnBackend(compat.settled(runner))
+
+
+def test_drafts_that_sglang_has_chosen_are_counted() -> None:
+    """Memory for masks of trees is made for as many: 0.5.23 chooses a number where none is given."""
+    runner = make_runner(Shape(), speculative_algorithm="EAGLE", speculative_num_draft_tokens=4)
+    if DECIDES_BESIDE:
+        runner.server_args = ServerArgs(model_path="none", speculative_algorithm="EAGLE")
+        overrides.declare_resolution(runner.server_args, "test", speculative_num_draft_tokens=4)
+    assert draft_tokens(compat.settled(runner)) == 4
 
 
 def test_steps_planned_on_another_stream_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,17 +9,19 @@ import sys
 from typing import Any
 
 import pytest
-from sglang_cpu import STUBS
 
 pytest.importorskip("sglang", reason="SGLang is not installed")
 
 # One process for all failures: none may leave behind what the next, or the success, meets.
 PROGRAM = """
 import argparse, importlib, json, logging, sys
-sys.path.append(sys.argv[1])
+sys.path[:0] = sys.argv[1:]
+from sglang_cpu import server_arguments
 from unittest.mock import patch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt import server_args
+from sglang.srt.mem_cache import memory_pool
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, ServerArgs
 from sglang.srt.speculative import draft_utils
@@ -46,6 +48,13 @@ def broken_import(error):
 def renamed(self, q, k, v, layer, batch, save_kv_cache=True, **kwargs):
     pass
 
+class WithoutLmcache:
+    __struct_fields__ = [name for name in server_arguments().__dict__ if name != "enable_lmcache"]
+
+class RowsOfTokens:
+    def __init__(self):
+        self.rows = None
+
 def refusing(target, hook, hook_type=None):
     raise TypeError("no hooks today")
 
@@ -53,6 +62,8 @@ FAILURES = {
     "missing": lambda: broken_import(ModuleNotFoundError("no such module")),
     "library": lambda: broken_import(OSError("libcuda.so.1: cannot open")),
     "signature": lambda: patch.object(AttentionBackend, "forward_extend", renamed),
+    "argument": lambda: patch.object(server_args, "ServerArgs", WithoutLmcache),
+    "attribute": lambda: patch.object(memory_pool, "ReqToTokenPool", RowsOfTokens),
     "hook": lambda: patch.object(HookRegistry, "register", refusing),
     "taken": lambda: patch.dict(ATTENTION_BACKENDS, fi=print),
 }
@@ -107,7 +118,7 @@ print(json.dumps(results))
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    child = subprocess.run([sys.executable, "-c", PROGRAM, str(STUBS)], capture_output=True, text=True)
+    child = subprocess.run([sys.executable, "-c", PROGRAM, *sys.path], capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout.splitlines()[-1])
 
@@ -121,6 +132,8 @@ def results() -> dict[str, Any]:
             "signature",
             "AttentionBackend.forward_extend: expected the parameters (self, q, k, v, layer, forward_",
         ),
+        ("argument", "sglang.srt.server_args.ServerArgs: expected the fields enable_lmcache, got "),
+        ("attribute", "ReqToTokenPool: expected the attributes req_to_token of its instances"),
         ("removed", "sglang.srt.utils.common.is_cpu: not found"),
         ("hook", "TypeError: no hooks today"),
         ("taken", "RuntimeError: attention back end fi is already registered for"),

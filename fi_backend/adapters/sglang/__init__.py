@@ -1,1 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The plug-in for SGLang."""
+
+from typing import Final
+
+# Of the attention back end.
+NAME: Final = "fi"

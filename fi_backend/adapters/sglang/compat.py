@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that depends on the version of SGLang: what the adapter relies on, and how it registers.
+"""Everything that depends on the version of SGLang: how the adapter registers, and where versions differ.
 
 Checked against SGLang 0.5.17 and 0.5.23. Importing this module imports no part of SGLang.
 """
@@ -12,113 +12,16 @@ from typing import Any, Final
 
 from fi_backend.adapters import contract
 
-NAME: Final = "fi"
+from . import NAME
+from .contract import CONTRACT
 
-_BACKEND: Final = "sglang.srt.layers.attention.base_attn_backend"
 _BATCH: Final = "sglang.srt.model_executor.forward_batch_info"
 _DRAFTS: Final = "sglang.srt.speculative.draft_utils"
-_CONTRACT: Final[contract.Contract] = (
-    ("sglang.srt.server_args", "ATTENTION_BACKEND_CHOICES", ()),
-    *(
-        ("sglang.srt.server_args", f"add_{kind}attention_backend_choices", ())  # called by position
-        for kind in ("", "deterministic_", "radix_supported_deterministic_")
-    ),
-    ("sglang.srt.layers.attention.attention_registry", "register_attention_backend", ("name",)),
-    ("sglang.srt.layers.attention.attention_registry", "ATTENTION_BACKENDS", ()),
-    ("sglang.srt.plugins.hook_registry", "HookRegistry.register", ("target", "hook", "hook_type")),
-    ("sglang.srt.plugins.hook_registry", "HookType.AFTER", ()),
-    ("sglang.srt.plugins.hook_registry", "HookType.AROUND", ()),
-    ("sglang.srt.distributed.parallel_state", "get_tensor_model_parallel_rank", ()),
-    ("sglang.srt.utils.common", "support_triton", ("backend",)),
-    ("sglang.srt.utils.common", "is_cpu", ()),
-    *(
-        (
-            _BACKEND,
-            f"AttentionBackend.{name}",
-            ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
-        )
-        for name in ("forward_extend", "forward_decode")
-    ),
-    (_BACKEND, "AttentionBackend.init_forward_metadata", ("self", "forward_batch")),
-    (
-        _BACKEND,
-        "AttentionBackend.init_forward_metadata_out_graph",
-        ("self", "forward_batch", "in_capture"),
-    ),
-    (_BACKEND, "AttentionBackend.init_forward_metadata_in_graph", ("self", "forward_batch")),
-    (_BACKEND, "AttentionBackend.init_cuda_graph_state", ("self", "max_bs", "max_num_tokens")),
-    (_BACKEND, "AttentionBackend.get_cuda_graph_seq_len_fill_value", ("self",)),
-    (_BACKEND, "AttentionBackend.verify_mask", ()),
-    (
-        _BACKEND,
-        "AttentionBackend.update_verify_buffers_to_fill_after_draft",
-        ("self", "spec_info", "cuda_graph_bs"),
-    ),
-    ("sglang.srt.layers.attention.verify_mask", "VerifyMask", ("buffer", "mode", "max_bs")),
-    ("sglang.srt.speculative.eagle_utils", "TreeMaskMode.QLEN_ONLY", ()),
-    (_DRAFTS, "DraftBackendFactory._create_backend", ("self", "backend_name", "backend_map")),
-    (_DRAFTS, "DraftBackendFactory._create_triton_decode_backend", ("self",)),
-    (_DRAFTS, "DraftBackendFactory._create_triton_prefill_backend", ("self",)),
-    (_BATCH, "build_inner_fb_view", ("forward_batch", "bs", "forward_mode")),
-    (_BATCH, "ForwardBatch.init_new", ("batch", "model_runner")),
-    (
-        "sglang.srt.mem_cache.base_prefix_cache",
-        "BasePrefixCache.resolve_node_handle",
-        ("self", "node_handle"),
-    ),
-    (
-        "sglang.srt.layers.radix_attention",
-        "RadixAttention.__init__",
-        (
-            "self",
-            "num_heads",
-            "head_dim",
-            "scaling",
-            "num_kv_heads",
-            "layer_id",
-            "logit_cap",
-            "v_head_dim",
-            "sliding_window_size",
-            "is_cross_attention",
-            "pos_encoding_mode",
-            "logit_capping_method",
-        ),
-    ),
-    ("sglang.srt.layers.radix_attention", "AttentionType.DECODER", ()),
-    (
-        _BATCH,
-        "ForwardBatch",
-        (
-            "forward_mode",
-            "batch_size",
-            "req_pool_indices",
-            "seq_lens",
-            "seq_lens_cpu",
-            "out_cache_loc",
-            "extend_seq_lens",
-            "extend_seq_lens_cpu",
-            "spec_info",
-            "rids",
-        ),
-    ),
-    *(
-        (_BATCH, f"ForwardMode.{mode}", ())
-        for mode in ("EXTEND", "DECODE", "MIXED", "IDLE", "TARGET_VERIFY", "DRAFT_EXTEND_V2")
-    ),
-    ("sglang.srt.mem_cache.memory_pool", "ReqToTokenPool", ()),
-    ("sglang.srt.mem_cache.memory_pool", "MHATokenToKVPool.get_kv_buffer", ("self", "layer_id")),
-    ("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool.get_kv_buffer", ("self", "layer_id")),
-    (
-        "sglang.srt.mem_cache.swa_memory_pool",
-        "SWAKVPool.translate_loc_from_full_to_swa",
-        ("self", "kv_indices"),
-    ),
-)
 
 
 def mismatches() -> list[str]:
     """Return what the installed SGLang lacks of the API that the adapter relies on, one line each."""
-    return contract.mismatches(_CONTRACT)
+    return contract.mismatches(CONTRACT)
 
 
 def engine() -> str:
@@ -161,6 +64,42 @@ def plans_on_another_stream() -> bool:
     return variable is not None and bool(variable.get())
 
 
+def settled(model_runner: Any) -> Any:
+    """Return a model runner whose server_args say what SGLang has settled on.
+
+    0.5.23 leaves in its record what was asked for, and keeps its decisions beside it: how many tokens are
+    drafted, that inference is deterministic, in how many parts attention runs.
+    """
+    overrides = importlib.import_module("sglang.srt.arg_groups.overrides")
+    if not hasattr(overrides, "resolution_result"):  # 0.5.17 writes them into the record
+        return model_runner
+    return _Settled(model_runner, server_args=_SettledArguments(model_runner.server_args, overrides))
+
+
+class _Settled:
+    """An object but for some of its attributes."""
+
+    def __init__(self, of: Any, **changed: Any) -> None:
+        self._of = of
+        vars(self).update(changed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
+class _SettledArguments:
+    """The arguments of 0.5.23's server, as they are after its decisions."""
+
+    def __init__(self, record: Any, overrides: Any) -> None:
+        self._record, self._overrides = record, overrides
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "max_speculative_num_draft_tokens":  # a property of 0.5.17's record
+            return self._overrides.max_speculative_num_draft_tokens(self._record)
+        getattr(self._record, name)  # resolution_result() takes a name that does not exist for None
+        return self._overrides.resolution_result(self._record, name)
+
+
 def tensor_parallel_rank() -> int:
     """Return which part of the heads this process has."""
     from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -178,7 +117,7 @@ def reads_end_before_replay() -> Any:
 def _create(model_runner: Any) -> Any:
     from .backend import FiAttnBackend
 
-    return FiAttnBackend(model_runner)
+    return FiAttnBackend(settled(model_runner))
 
 
 def _no_triton_on_cpu(result: bool, backend: str) -> bool:
@@ -201,7 +140,7 @@ def _with_drafts(
 
     def create() -> Any:
         runner = factory.draft_model_runner
-        made = FiDraftBackend(runner, factory) if decodes else _create(runner)
+        made = FiDraftBackend(settled(runner), factory) if decodes else _create(runner)
         return (NAME, made) if "stamps_children" in _parameters(original) else made  # 0.5.23: with its name
 
     return original(factory, backend_name, {**backend_map, NAME: create}, *rest, **more)

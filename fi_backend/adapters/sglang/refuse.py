@@ -12,7 +12,7 @@ from typing import Any, Final
 from fi_backend.core.spec import FLOAT_DTYPES, FP8_DTYPES
 from fi_backend.errors import UnsupportedError
 
-from .compat import NAME
+from . import NAME
 
 ADVICE: Final = "Choose another --attention-backend."
 DEVICES: Final = ("cpu", "cuda")
@@ -34,6 +34,10 @@ _REFUSED_ARGUMENTS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("enable_unified_memory", False, "the unified memory pool"),
     ("enable_multi_layer_eagle", False, "drafts by several layers: never tried"),
 )
+# The contract demands them: one that SGLang has renamed would be refused no longer.
+REFUSED_ARGUMENTS: Final = tuple(name for name, _, _ in _REFUSED_ARGUMENTS)
+# Of some versions alone; 0.5.23 turns enable_dp_attention into this one.
+_REFUSED_WHERE_KNOWN: Final = (("attn_dp_size", 1, "data-parallel attention"),)
 
 
 def refuse_engine(model_runner: Any) -> None:
@@ -41,17 +45,20 @@ def refuse_engine(model_runner: Any) -> None:
     arguments = model_runner.server_args
     reasons = [
         f"{name}={getattr(arguments, name)!r} ({meaning})"
-        for name, off, meaning in _REFUSED_ARGUMENTS
-        if (getattr(arguments, name, off) or off) != off
+        for name, off, meaning in (
+            *_REFUSED_ARGUMENTS,
+            *(each for each in _REFUSED_WHERE_KNOWN if hasattr(arguments, each[0])),
+        )
+        if (getattr(arguments, name) or off) != off
     ]
-    algorithm = getattr(arguments, "speculative_algorithm", None)
+    algorithm = arguments.speculative_algorithm
     if algorithm is not None and str(algorithm).upper() not in SPECULATION:
         reasons.append(f"speculative_algorithm={algorithm!r} (fi verifies {', '.join(SPECULATION)})")
     if model_runner.device not in DEVICES:
         reasons.append(f"device={model_runner.device!r} (fi runs on {' and '.join(DEVICES)})")
     if model_runner.use_mla_backend:
         reasons.append("an MLA model")
-    if getattr(model_runner.model_config, "is_encoder_decoder", False):
+    if model_runner.model_config.is_encoder_decoder:
         reasons.append("an encoder-decoder model")
     if reasons:
         raise UnsupportedError(f"not supported by fi under SGLang: {'; '.join(reasons)}. {ADVICE}")
@@ -102,10 +109,10 @@ def refuse_cache(pool: Any, plain: Any, hybrid: Any) -> None:
             raise UnsupportedError(
                 f"KV cache of the kind {type(part).__name__}: not supported by fi. {ADVICE}"
             )
-        if (layout := getattr(part, "kv_cache_layout", "nhd")) != "nhd":
+        if (layout := part.kv_cache_layout) != "nhd":
             raise UnsupportedError(f"KV cache layout {layout}: fi under SGLang reads nhd. {ADVICE}")
         name = str(part.dtype).removeprefix("torch.")
-        if name not in FLOAT_DTYPES + FP8_DTYPES or getattr(part, "is_quantized_kv_cache", False):
+        if name not in FLOAT_DTYPES + FP8_DTYPES or part.is_quantized_kv_cache:
             raise UnsupportedError(f"kv_cache_dtype {name}: not supported by fi. {ADVICE}")
 
 
@@ -114,7 +121,7 @@ def refuse_other_backends(model_runner: Any, layer: str) -> None:
     arguments = model_runner.server_args
     for kind in ("prefill", "decode"):
         name = f"{kind}_attention_backend"
-        chosen = getattr(arguments, name, None) or getattr(arguments, "attention_backend", NAME)
+        chosen = getattr(arguments, name) or arguments.attention_backend
         if chosen != NAME:
             raise UnsupportedError(
                 f"{name}={chosen}: attention layer {layer} runs a variant, which only {NAME} knows. "

@@ -17,6 +17,15 @@ BACKEND_PATH: Final = "fi_backend.adapters.vllm.backend.FiBackend"
 
 _CONTRACT: Final[contract.Contract] = (
     ("vllm.config", "get_current_vllm_config", ()),
+    ("vllm.config", "VllmConfig", ("additional_config",)),
+    ("vllm.config", "ModelConfig", ("max_model_len", "enable_sleep_mode")),
+    ("vllm.config", "ModelConfig", frozenset({"hf_config"})),
+    ("vllm.config", "CacheConfig", ("block_size", "enable_prefix_caching")),
+    ("vllm.config", "SchedulerConfig", ("max_num_seqs", "max_num_batched_tokens")),
+    ("vllm.config", "ParallelConfig", ("tensor_parallel_size",)),
+    ("vllm.config", "ParallelConfig.use_ubatching", ()),
+    ("vllm.config", "SpeculativeConfig", ("num_speculative_tokens",)),
+    ("vllm.config", "CompilationConfig", ("static_forward_context",)),
     ("vllm.distributed", "get_tensor_model_parallel_rank", ()),
     ("vllm.envs", "environment_variables", ()),
     ("vllm.platforms", "current_platform.is_cpu", ()),
@@ -69,7 +78,13 @@ _CONTRACT: Final[contract.Contract] = (
         ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
     ),
     ("vllm.v1.attention.backend", "AttentionMetadataBuilder.get_cudagraph_support", ()),
-    ("vllm.v1.attention.backend", "AttentionMetadataBuilder.build_for_cudagraph_capture", ()),
+    *(
+        ("vllm.v1.attention.backend", f"AttentionMetadataBuilder.{name}", ("self", *arguments))
+        for name, arguments in (
+            ("build_for_cudagraph_capture", ("common_attn_metadata",)),
+            ("build_for_drafting", ("common_attn_metadata", "draft_index")),
+        )
+    ),
     ("vllm.v1.attention.backend", "AttentionCGSupport.ALWAYS", ()),
     ("vllm.v1.attention.backend", "AttentionCGSupport.NEVER", ()),
     ("vllm.v1.attention.backend", "AttentionType.DECODER", ()),

@@ -16,6 +16,9 @@ from fi_backend.core.host_table import pages_on_host
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.prefix_forest import PrefixForest
 
+# Requests of a step that a device searches: kForestRequests of csrc/core/device_samples.h.
+_SEARCHED = 1024
+
 
 class HostLengths(NamedTuple):
     """Host copies of a step's query starts, int32 [requests + 1], and KV lengths, int32 [requests]."""
@@ -39,9 +42,12 @@ def copy_forest(attention: BatchAttention, table: PageTable, lengths: HostLength
     pages = pages_on_host(table, lengths.kv_lens)
     if pages is None:
         return None
+    limits = torch.full_like(lengths.kv_lens, torch.iinfo(torch.int32).max)
+    limits[_SEARCHED:] = 0
     return PrefixForest.of_step(
         PageTable.from_block_table(pages, lengths.kv_lens, page_size=table.page_size),
         *lengths,
         group=attention.spec.group_size,
         max_tile=attention.planner.max_tile,
+        limits=limits,
     )

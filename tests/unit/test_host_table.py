@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fi_backend.adapters.host_plan import copy_forest, copy_lengths
+from fi_backend.core.attention import BatchAttention
 from fi_backend.core.host_table import pages_on_host
 from fi_backend.core.page_table import PageTable
+from fi_backend.core.spec import AttentionSpec
 
 ROWS = ([7, 3, 9], [7, 5], [])
 KV_LENS = torch.tensor([10, 6, 0], dtype=torch.int32)
@@ -63,3 +66,14 @@ def test_nothing_is_read_behind_a_row() -> None:
     assert pages_on_host(empty, too_long[:2]).shape == (2, 0)  # type: ignore[union-attr]
     none = PageTable.from_block_table(torch.empty(0, 3, dtype=torch.int32), too_long[:0], page_size=4)
     assert pages_on_host(none, too_long[:0]).shape == (0, 0)  # type: ignore[union-attr]
+
+
+def test_as_many_requests_are_searched_as_on_a_device() -> None:
+    kv_lens = torch.full((1030,), 9, dtype=torch.int32)
+    table = PageTable.from_block_table(torch.ones(1030, 3, dtype=torch.int32), kv_lens, page_size=4)
+    attention = BatchAttention(
+        AttentionSpec(4, 2, 32, page_size=4), max_requests=2, max_tokens=2, max_kv_len=9
+    )
+    forest = copy_forest(attention, table, copy_lengths(torch.arange(1031, dtype=torch.int32), kv_lens))
+    assert forest is not None
+    assert forest.nodes.tolist() == [[-1, 0, 8, 0, 1024]]

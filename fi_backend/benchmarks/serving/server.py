@@ -19,6 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+# The proxy of the environment, which urlopen() takes, does not know the servers of this machine.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
 
 class ServerError(RuntimeError):
     """The server did not start or died; the text holds the end of its log."""
@@ -41,7 +44,7 @@ class Server:
         environment: dict[str, str],
         log: Path,
         progress: Callable[[float, str], None] = lambda _seconds, _line: None,
-        start_timeout: float = 300.0,
+        start_timeout: float = 900.0,
     ) -> None:
         self.port = _free_port()
         self.log = log
@@ -90,7 +93,7 @@ class Server:
             headers={"Content-Type": "application/json"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=120) as response:
+            with _DIRECT.open(request, timeout=600) as response:
                 for line in response:
                     event = line.decode().strip().removeprefix("data: ")
                     if event == "[DONE]":
@@ -107,7 +110,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """Return the sum of the server's counter or gauge `name`, as Prometheus would read it."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
+        with _DIRECT.open(f"{self.url}/metrics", timeout=60) as response:
             text = response.read().decode()
         values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
         if not values:
@@ -134,7 +137,7 @@ class Server:
             if (status := self._process.poll()) is not None:
                 raise ServerError(f"{self._name} ended with status {status} before it was ready{self._why()}")
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2):
+                with _DIRECT.open(f"{self.url}/health", timeout=10):
                     return
             except OSError:
                 self._progress(passed, self.log_tail(1))

@@ -47,6 +47,12 @@ def stream(command: Sequence[str], environment: Mapping[str, str], log: Path, ti
     return child.returncode
 
 
+def one_core_each(workers: int) -> str:
+    """Return vLLM's way to bind its workers to cores, of those that this process may use."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cores[worker % len(cores)]) for worker in range(workers))
+
+
 def copy_questions(
     contexts: Sequence[int], answer_length: int, *, seed: int = 0
 ) -> tuple[list[list[int]], list[list[int]]]:

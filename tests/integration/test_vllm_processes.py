@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engines import Engine, copy_questions
+from engines import Engine, copy_questions, one_core_each
 
 from fi_backend.core.counters import read_stats
 
@@ -36,7 +36,7 @@ def test_tensor_parallel(engine: Engine, copy_model: Callable[..., Path], tmp_pa
         },
         "batches": [{"prompts": prompts, "max_tokens": 24}],
     }
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "FI_BACKEND_STATS_DIR": str(tmp_path)}
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": one_core_each(2), "FI_BACKEND_STATS_DIR": str(tmp_path)}
     (result,) = engine(run, in_process=False, environment=environment)
     assert result["batches"][0]["tokens"] == answers
     workers = [stats for stats in read_stats(tmp_path) if stats.layers]
@@ -49,7 +49,7 @@ def test_tensor_parallel(engine: Engine, copy_model: Callable[..., Path], tmp_pa
 def test_demo_serves_over_http() -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     command = [sys.executable, str(DEMO)]
-    demo = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    demo = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     assert demo.returncode == 0, demo.stdout + demo.stderr
     line = r"back end fi served (\d+) attention calls \(2 layers x (\d+) steps\); answer correct"
     found = re.search(line, demo.stdout)

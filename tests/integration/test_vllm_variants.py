@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import recency
-from engines import Engine, assert_served, feature_prompts
+from engines import Engine, assert_served, feature_prompts, one_core_each
 
 from fi_backend.core.counters import read_stats
 
@@ -85,7 +85,7 @@ def test_each_process_has_its_part_of_the_heads(
     batch = {"prompts": feature_prompts(), "max_tokens": GENERATED, "prompt_logprobs": True}
     environment = {
         "PYTHONPATH": recency.installed(tmp_path / "installed"),
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "VLLM_CPU_OMP_THREADS_BIND": one_core_each(2),
         "FI_BACKEND_STATS_DIR": str(tmp_path / "stats"),
     }
     (result,) = engine({"llm": llm, "batches": [batch]}, in_process=False, environment=environment)

@@ -23,7 +23,7 @@ export FI_BACKEND_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache
 help:
 	@echo "make demo     serve a small model with vLLM on fi and check its answer"
 	@echo "make demo-sglang  the same with SGLang, in an environment of its own; SGLANG=0.5.23"
-	@echo "make test     lint, types and all tests that this machine can run"
+	@echo "make test     lint, types and the tests of every change; the next five targets have more"
 	@echo "make test-vllm-versions  the adapter under other versions of vLLM (downloads them)"
 	@echo "make test-sglang  the adapter under SGLang on the CPU, in an environment of its own; SGLANG=0.5.23"
 	@echo "make test-isa  the CPU kernels compiled for other instruction sets"
@@ -61,7 +61,7 @@ test-sglang: $(VENV)/.dev $(SGLANG_VENV)/.sglang-$(SGLANG)
 test-isa: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/kernels/test_other_isa.py --other-isa $(PYTEST_ARGS)
 
-# Eighty modules, minutes; `make test` compiles a selection of them.
+# All shipped modules for two targets, minutes; `make test` compiles six of them.
 test-cuda-all: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/build/test_cuda_compile.py --cuda-all $(PYTEST_ARGS)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The instances of the CUDA attention template that `fi-backend build` compiles ahead of time.
 
-`make test` compiles and loads six, which between them use every branch of the template; `make test-cuda-all` all.
+`make test` compiles and loads six, which between them use every branch of the template; `make test-cuda-all`
+takes all.
 
 A module depends on dtypes, head dimensions and variant, not on the number of heads, the page size, the
 window or sinks: the specs here stand for all that share their module.

@@ -15,6 +15,8 @@ from torch import Tensor
 from fi_backend import AttentionSpec, AttentionVariant, BatchAttention, PageTable
 from fi_backend.benchmarks.variant_oracles import ORACLES, Oracle, Request, logits
 from fi_backend.core.planner import CostModel
+from fi_backend.core.prefix_forest import PrefixForest
+from fi_backend.core.share_tally import Saved
 from fi_backend.core.sharing import SharingLimits
 
 __all__ = ["ORACLES", "Oracle", "VariantBatch", "arguments", "check_shared_prefix", "check_variant", "logits"]
@@ -37,6 +39,7 @@ class VariantBatch:
     shared_pages: int = 0  # all requests begin with these pages of the first one
     k_scale: float = 1.0
     v_scale: float = 1.0
+    host_lengths: bool = True  # on CUDA: the host planner; otherwise the device planner
     num_ctas: int | None = 4  # None: as many as the device has multiprocessors
     seed: int = 0
 
@@ -85,13 +88,21 @@ def check_variant(
     starts = torch.tensor([0, *batch.q_lens]).cumsum(0).int()
     lens = torch.tensor(batch.kv_lens, dtype=torch.int32)
     there = {name: x.to(batch.device) if isinstance(x, Tensor) else x for name, x in args.items()}
-    attention.plan(
-        starts.to(batch.device),
-        PageTable.from_block_table(table.to(batch.device), lens.to(batch.device), page_size=page),
-        qo_indptr_host=starts,
-        kv_lens_host=lens,
-        detect_prefixes=bool(batch.shared_pages),
-    )
+    there_table = PageTable.from_block_table(table.to(batch.device), lens.to(batch.device), page_size=page)
+    if batch.host_lengths:
+        forest = None
+        if batch.shared_pages:
+            forest = PrefixForest.of_step(
+                PageTable.from_block_table(table, lens, page_size=page),
+                *(starts, lens),
+                group=spec.group_size,
+                max_tile=attention.planner.max_tile,
+            )
+        attention.plan(
+            starts.to(batch.device), there_table, qo_indptr_host=starts, kv_lens_host=lens, forest=forest
+        )
+    else:
+        attention.plan(starts.to(batch.device), there_table, detect_prefixes=bool(batch.shared_pages))
     out = torch.full((tokens, hq, spec.head_dim_v), math.nan, dtype=q.dtype, device=batch.device)
     attention.run(
         *(x.to(batch.device) for x in (q, k, v)),
@@ -126,7 +137,8 @@ def check_shared_prefix(name: str, batch: VariantBatch) -> None:
     batch = replace(batch, q_lens=(1, 1, 1), kv_lens=(600, 700, 900), shared_pages=32, split=True)
     attention = check_variant(name, ORACLES[name], arguments(name, batch), batch)
     assert attention.tally is not None
-    saved = attention.tally.take()
+    planned = attention.tally.tensor if not batch.host_lengths else None
+    saved = attention.tally.take() if planned is None else Saved(*planned.tolist())
     assert saved.nodes > 0, "nothing was shared"
     assert saved.tokens == 2 * 32 * batch.page_size
 

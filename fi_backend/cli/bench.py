@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -30,19 +30,29 @@ _Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to
 
 @bench.command()
 def plan(
-    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "16,64,256,1024",
+    device: Annotated[str, typer.Option(help="Who plans: cpu or cuda.")] = "cpu",
+    batch: Annotated[
+        str | None, typer.Option(help="cpu: batch sizes, separated by commas (default: 16,64,256,1024).")
+    ] = None,
     ctas: Annotated[int, typer.Option(help="CTAs to balance over.")] = 132,
-    calls: Annotated[int, typer.Option(help="Timed calls of each row.")] = 1000,
+    calls: Annotated[int | None, typer.Option(help="cpu: timed calls of each row (default: 1000).")] = None,
     shared: Annotated[
-        bool, typer.Option("--shared", help="Decode behind shared prompts of two levels instead.")
+        bool, typer.Option("--shared", help="Decode behind shared prompts instead, which are looked for.")
     ] = False,
     json_file: _Json = None,
 ) -> None:
-    """Time planning a step of mixed lengths (decode, one request in 16 a prefill chunk) on the host."""
-    batches = integers("--batch", batch, low=1)
+    """Time planning a step: on the host one of mixed lengths, on a GPU also the search for shared prompts."""
+    _expect_device(device, (("--batch", batch, "cpu"), ("--calls", calls, "cpu")))
+    batches, calls = integers("--batch", batch or "16,64,256,1024", low=1), 1000 if calls is None else calls
     for option, value in (("--ctas", ctas), ("--calls", calls)):
         if value < 1:
             raise InputError(f"{option}: expected >= 1; got {value}")
+    if device == "cuda":
+        from fi_backend.cli.bench_plan_cuda import measure_planning
+
+        if not measure_planning(shared=shared, ctas=ctas, json_file=json_file):
+            raise typer.Exit(BROKEN_ENVIRONMENT)
+        return
     from fi_backend.benchmarks.plan_time import time_planning
     from fi_backend.benchmarks.record import provenance
     from fi_backend.cli.probes.host import cpu_name
@@ -83,6 +93,15 @@ def plan(
         )
 
 
+def _expect_device(device: str, options: Sequence[tuple[str, object, str]]) -> None:
+    """Check the device, and that options are given on theirs; options: name, value, device."""
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"--device: expected cpu or cuda; got {device!r}")
+    for option, given, where in options:
+        if given is not None and device != where:
+            raise InputError(f"{option}: expected --device {where}; got {device}")
+
+
 @contextmanager
 def _progress() -> Iterator[Progress]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -113,17 +132,11 @@ def kernels(
     json_file: _Json = None,
 ) -> None:
     """Time attention of one layer beside other implementations, checked against float64 in the same run."""
-    if device not in ("cpu", "cuda"):
-        raise InputError(f"--device: expected cpu or cuda; got {device!r}")
+    only_cuda = (("--fa3-library", fa3_library, "cuda"), ("--table", table, "cuda"))
+    _expect_device(device, (("--threads", threads, "cpu"), *only_cuda))
     for option, value, low in (("--runs", runs, 3), ("--threads", 1 if threads is None else threads, 1)):
         if value < low:
             raise InputError(f"{option}: expected >= {low}; got {value}")
-    for option, given, where in (
-        *(("--threads", threads, "cpu"), ("--fa3-library", fa3_library, "cuda")),
-        ("--table", table, "cuda"),
-    ):
-        if given is not None and device != where:
-            raise InputError(f"{option}: expected --device {where}; got {device}")
     if device == "cuda":
         from fi_backend.cli.bench_cuda import measure_cuda
 

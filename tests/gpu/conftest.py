@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of this folder need a CUDA device and are skipped without one.
 
-The tests of attention also run on a CPU, with --gpu-tests-on=cpu to check the tests themselves, and with
---gpu-tests-on=sm_90a (or another target) to run the source of the CUDA kernels on an emulated GPU.
+The tests of attention and of its variants also run on a CPU, with --gpu-tests-on=cpu to check the tests
+themselves, and with --gpu-tests-on=sm_90a (or another target) to run the source of the CUDA kernels on an
+emulated GPU.
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ def _with_defines(
     return changed
 
 
+# Files whose tests need nothing of CUDA but the kernels of attention.
+_ELSEWHERE = ("test_cuda_attention", "test_cuda_user_variants")
+
+
 def _skip_without_a_device() -> None:
     if gpu_device.on_cuda() and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
@@ -71,7 +76,7 @@ def _skip_without_a_device() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def needs_a_cuda_device(request: pytest.FixtureRequest) -> None:
     """Skip the module where torch sees no GPU."""
-    if not gpu_device.on_cuda() and not request.module.__name__.startswith("test_cuda_attention"):
+    if not gpu_device.on_cuda() and not request.module.__name__.startswith(_ELSEWHERE):
         pytest.skip("needs a CUDA device")
     _skip_without_a_device()
 

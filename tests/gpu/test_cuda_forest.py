@@ -7,22 +7,20 @@ is left is the cluster itself.
 
 from __future__ import annotations
 
-import statistics
-
 import numpy as np
 import pytest
 import torch
 from examples import share
 from hypothesis import given
 from hypothesis import strategies as st
-from prefix_tables import BATCH, PAGE, SHAPES, serving_planner
 from shared_cases import SharedCase, shared_cases
 from shared_tables import assert_same_bytes, host_plan, page_table, random_case, tree
 
+from fi_backend.benchmarks.cuda.plan_time import DeviceStep, graph_timer, shared_step, time_device_planning
+from fi_backend.benchmarks.shared_tables import PAGE, SHAPES
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.plan import Plan
 from fi_backend.core.planner import Planner
-from fi_backend.core.prefix_forest import PrefixForest
 
 pytestmark = pytest.mark.gpu
 
@@ -87,39 +85,7 @@ def test_steps_of_any_size(case: SharedCase) -> None:
     assert assert_same_plan(case).header["num_nodes"] > 0
 
 
-class Step:
-    """Decode steps in place: the same tensors hold one table after the other."""
-
-    def __init__(self, pages: int) -> None:
-        self.planner = serving_planner(pages * PAGE)
-        self.starts = torch.arange(BATCH + 1, dtype=torch.int32)
-        self.host = torch.zeros(BATCH, pages, dtype=torch.int32)
-        self.kv_lens = torch.full((BATCH,), pages * PAGE - 5, dtype=torch.int32)
-        self.table = on_device(PageTable.from_block_table(self.host, self.kv_lens, page_size=PAGE))
-        self.device_starts = self.starts.cuda()
-        self.buffer = torch.zeros(self.planner.layout.total, dtype=torch.uint8, device="cuda")
-        self.planner.prepare(self.buffer.device)
-
-    def fill(self, rows: np.ndarray) -> None:
-        self.host = torch.from_numpy(np.ascontiguousarray(rows))
-        assert self.table.indices is not None
-        self.table.indices.copy_(self.host)
-
-    def plan(self) -> None:
-        self.planner.plan_on_device(self.device_starts, self.table.kv_lens, self.buffer, self.table)
-
-    def check(self) -> Plan:
-        """What was planned is the host's plan of what the table holds now."""
-        table = PageTable.from_block_table(self.host, self.kv_lens, page_size=PAGE)
-        forest = PrefixForest.of_step(table, self.starts, self.kv_lens, group=4, max_tile=128)
-        expected = torch.zeros(self.planner.layout.total, dtype=torch.uint8)
-        self.planner.plan(self.starts, self.kv_lens, expected, forest)
-        host = Plan(expected.numpy(), self.planner.layout)
-        assert_same_bytes(Plan(self.buffer.cpu().numpy(), self.planner.layout), host)
-        return host
-
-
-def capture(step: Step, plans: int) -> torch.cuda.CUDAGraph:
+def capture(step: DeviceStep) -> torch.cuda.CUDAGraph:
     torch.cuda.set_sync_debug_mode("error")
     try:
         step.plan()
@@ -128,48 +94,31 @@ def capture(step: Step, plans: int) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(plans):
-            step.plan()
+        step.plan()
     return graph
 
 
 def test_one_graph_serves_tables_of_any_kind() -> None:
-    step = Step(256)
-    graph = capture(step, 1)
+    step = shared_step(256 * PAGE, torch.device("cuda", torch.cuda.current_device()))
+    graph = capture(step)
     found = {}
     for name, rows in [*SHAPES.items(), *reversed(SHAPES.items())]:
-        step.fill(rows(256))
+        step.fill(torch.from_numpy(np.ascontiguousarray(rows(256))))
         graph.replay()
-        found[name] = step.check().header["num_nodes"]
+        host = step.expected()
+        assert_same_bytes(step.planned(), host)
+        found[name] = host.header["num_nodes"]
     assert found["nothing"] == 0
     assert found["one prompt"] == 1
     assert found["groups"] > 1
 
 
-def microseconds(step: Step, graph: torch.cuda.CUDAGraph, plans: int) -> float:
-    times = []
-    for _ in range(50):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / plans)
-    return statistics.median(times)
-
-
 def test_time_of_detection_and_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """At batch 256; the limits are for an H200. A plan in a graph of twenty, launch included."""
-    times: dict[str, float] = {}
-    for pages in (256, 2048):
-        step = Step(pages)
-        graph = capture(step, 20)
-        for name, rows in SHAPES.items():
-            step.fill(rows(pages))
-            times[f"{name} {pages * PAGE // 1024}k"] = microseconds(step, graph, 20)
-            step.check()
+    device = torch.device("cuda", torch.cuda.current_device())
+    gpu = torch.cuda.get_device_name()
+    rows = list(time_device_planning(device, gpu, graph_timer(device), shared=True))
     with capsys.disabled():
-        print("\nmicroseconds a plan with detection:", {name: round(t, 2) for name, t in times.items()})
-    if "H200" in torch.cuda.get_device_name():
-        assert max(t for name, t in times.items() if name.endswith(" 4k")) <= 15
-        assert max(t for name, t in times.items() if name.endswith(" 32k")) <= 30
+        times = {f"{row.step} {row.context // 1000}k": row.median_us for row in rows}
+        print("\nmicroseconds a plan with detection:", times)
+    assert [row for row in rows if row.failed] == []

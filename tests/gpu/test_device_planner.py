@@ -6,19 +6,16 @@ Its algorithm is tested without a GPU in tests/unit/test_plan_device.py; what is
 
 from __future__ import annotations
 
-import random
-import statistics
-
 import numpy as np
 import pytest
 import torch
 from examples import share
 from hypothesis import example, given
-from plan_cases import COSTS, PlanCase, cases
+from plan_cases import PlanCase, cases
 
+from fi_backend.benchmarks.cuda.plan_time import graph_timer, planner_for_steps, time_device_planning
 from fi_backend.core.plan import Plan
-from fi_backend.core.planner import Limits, Planner
-from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.planner import Planner
 
 pytestmark = pytest.mark.gpu
 FAULT_KV_LENS = 1 << 10
@@ -62,13 +59,6 @@ def test_bytes_equal_the_hosts(case: PlanCase) -> None:
     assert_same_plan(planner, fetch(planner, buffer), case.qo_indptr(), kv_lens)
 
 
-def serving_planner(*, max_requests: int = 1024) -> Planner:
-    spec = AttentionSpec(32, 8, 128)
-    return Planner(
-        spec, Limits(max_requests, 8192, 131072), num_ctas=132, costs=COSTS["gpu"], tiles=(16, 128)
-    )
-
-
 STEPS = {
     "decode": ([1] * 64, [100 * i for i in range(64)]),
     "mixed": ([1] * 60 + [700, 3, 0, 1500], [4000] * 60 + [900, 3, 5, 90_000]),
@@ -79,7 +69,7 @@ STEPS = {
 
 
 def test_one_graph_serves_steps_of_any_kind() -> None:
-    planner = serving_planner()
+    planner = planner_for_steps()
     starts = torch.zeros(65, dtype=torch.int32, device="cuda")
     kv_lens = torch.zeros(64, dtype=torch.int32, device="cuda")
     buffer = torch.zeros(planner.layout.total, dtype=torch.uint8, device="cuda")
@@ -102,7 +92,7 @@ def test_one_graph_serves_steps_of_any_kind() -> None:
 
 
 def test_bad_lengths_set_a_fault_and_the_next_plan_clears_it() -> None:
-    planner = serving_planner()
+    planner = planner_for_steps()
     starts = torch.arange(5, dtype=torch.int32)
     buffer = torch.full((planner.layout.total,), 0xA5, dtype=torch.uint8, device="cuda")
     for length, fault in ((131073, FAULT_KV_LENS), (-1, FAULT_KV_LENS), (9, 0)):
@@ -118,7 +108,7 @@ def test_bad_lengths_set_a_fault_and_the_next_plan_clears_it() -> None:
 
 def test_the_current_stream_is_used() -> None:
     """Lengths that another stream is about to write must be seen by a plan queued behind that write."""
-    planner = serving_planner()
+    planner = planner_for_steps()
     starts, buffer = (
         torch.arange(257, dtype=torch.int32),
         torch.zeros(planner.layout.total, dtype=torch.uint8),
@@ -137,7 +127,7 @@ def test_the_current_stream_is_used() -> None:
 
 
 def test_tensors_of_the_host_are_refused() -> None:
-    planner = serving_planner()
+    planner = planner_for_steps()
     buffer = torch.zeros(planner.layout.total, dtype=torch.uint8, device="cuda")
     lens = torch.ones(4, dtype=torch.int32, device="cuda")
     with pytest.raises(ValueError, match=r"^qo_indptr: expected a tensor in cuda:0; got one in host memory"):
@@ -148,43 +138,10 @@ def test_tensors_of_the_host_are_refused() -> None:
         planner.plan_on_device(torch.arange(5, dtype=torch.int32).cuda(), lens, buffer[:100])
 
 
-def microseconds(planner: Planner, starts: torch.Tensor, kv_lens: torch.Tensor) -> float:
-    """Median time of a plan in a graph of twenty, launch included."""
-    plans = 20
-    starts, kv_lens = starts.cuda(), kv_lens.cuda()
-    buffer = torch.zeros(planner.layout.total, dtype=torch.uint8, device="cuda")
-    planner.prepare(buffer.device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(plans):
-            planner.plan_on_device(starts, kv_lens, buffer)
-    times = []
-    for _ in range(50):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / plans)
-    return statistics.median(times)
-
-
 def test_time_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """The limit is for an H200 at batch 256; a step waits for its plan."""
-    drawn = random.Random(0)
-    times: dict[str, float] = {}
-    for batch in (16, 64, 256, 1024):
-        planner = serving_planner()
-        starts = torch.arange(batch + 1, dtype=torch.int32)
-        even = torch.full((batch,), 4096, dtype=torch.int32)
-        uneven = torch.tensor([drawn.randint(1, 16000) for _ in range(batch)], dtype=torch.int32)
-        skewed = torch.tensor([131072] + [500] * (batch - 1), dtype=torch.int32)
-        for name, lens in (("even", even), ("uneven", uneven), ("skewed", skewed)):
-            times[f"{name} {batch}"] = microseconds(planner, starts, lens)
-    starts = torch.cat([torch.arange(201), torch.tensor([1200, 2700, 8000])]).to(torch.int32)
-    lens = torch.tensor([drawn.randint(1, 16000) for _ in range(200)] + [1000, 9000, 5300], dtype=torch.int32)
-    times["mixed 203"] = microseconds(serving_planner(), starts, lens)
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = list(time_device_planning(device, torch.cuda.get_device_name(), graph_timer(device)))
     with capsys.disabled():
-        print("\nmicroseconds a plan:", {name: round(t, 2) for name, t in times.items()})
-    if "H200" in torch.cuda.get_device_name():
-        assert max(times[f"{name} 256"] for name in ("even", "uneven", "skewed")) <= 8
+        print("\nmicroseconds a plan:", {f"{row.step} {row.batch}": row.median_us for row in rows})
+    assert [row for row in rows if row.failed] == []

@@ -14,10 +14,11 @@ from examples import share
 from hypothesis import given
 from hypothesis import strategies as st
 from native_planner import plan_shared_as_device
-from prefix_tables import BATCH, PAGE, SHAPES, serving_planner
 from shared_tables import assert_same_bytes, host_plan, page_table, random_case
 from test_plan_composed import check_coverage, check_reports
 
+from fi_backend.benchmarks.cuda.plan_time import planner_for_shared_steps
+from fi_backend.benchmarks.shared_tables import BATCH, PAGE, SHAPES
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.plan import Plan
 from fi_backend.core.prefix_forest import PrefixForest
@@ -29,7 +30,7 @@ LENS = torch.full((BATCH,), PAGES * PAGE - 5, dtype=torch.int32)
 
 def plan_of_table(rows: np.ndarray, blocks: str) -> tuple[Plan, list[int]]:
     """The plan of 256 decode steps, compared with the host's, and what it took: the fields of BlockCounts."""
-    planner = serving_planner(PAGES * PAGE)
+    planner = planner_for_shared_steps(PAGES * PAGE)
     table = PageTable.from_block_table(torch.from_numpy(np.ascontiguousarray(rows)), LENS, page_size=PAGE)
     counts = torch.zeros(4, dtype=torch.int64)
     plan = plan_shared_as_device(planner, STARTS, table, blocks, counts=counts)

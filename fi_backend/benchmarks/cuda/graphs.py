@@ -119,6 +119,19 @@ class CapturedGraph:
         self._graph.replay()
         return self._median_us(self._replays)
 
+    def times_us(self, replays: int) -> list[float]:
+        """Return the microseconds of so many replays, each started when the one before is through."""
+        self.replay()
+        times = []
+        for _ in range(replays):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            self._graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(float(begin.elapsed_time(end)) * 1000)
+        return times
+
     def _median_us(self, replays: int) -> float:
         events = [
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))

@@ -64,6 +64,10 @@ def variant_arguments(name: str, problem: Problem, *, seed: int = 0) -> dict[str
         return {"cap": 5.0}
     if name == "alibi":
         return {"slopes": 2.0 ** (-8 * torch.arange(1, heads + 1, device=device) / heads)}
+    if name == "channel_scales":
+        shape = (spec.num_kv_heads, spec.head_dim)
+        names = ("key_scale", "value_scale", "value_offset")
+        return {each: normal(*shape).abs() + 0.5 for each in names}
     if name == "logit_bias":
         return {"bias": normal(heads, tokens, int(problem.kv_lens.max()))}
     if name == "sliding_window":

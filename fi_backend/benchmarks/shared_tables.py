@@ -1,43 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page tables of 256 decode steps, by what their requests share: what detection on a GPU is measured with."""
+"""Block tables of decode steps, by what their requests share: what detection of prefixes is measured with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
-from plan_cases import COSTS
-
-from fi_backend.core.planner import Limits, Planner
-from fi_backend.core.sharing import SharingLimits
-from fi_backend.core.spec import AttentionSpec
+import numpy.typing as npt
 
 BATCH = 256
 PAGE = 16
+_Table = npt.NDArray[np.int32]
 
 
-def serving_planner(max_kv_len: int) -> Planner:
-    return Planner(
-        AttentionSpec(32, 8, 128, page_size=PAGE),
-        Limits(BATCH, 8192, max_kv_len),
-        num_ctas=132,
-        costs=COSTS["gpu"],
-        tiles=(16, 128),
-        sharing=SharingLimits.for_limits(BATCH, 8192),
-    )
-
-
-def nothing(pages: int) -> np.ndarray:
+def nothing(pages: int) -> _Table:
+    """Return int32 [BATCH, pages] of pages that each belong to one request."""
     return np.arange(BATCH * pages, dtype=np.int32).reshape(BATCH, pages)
 
 
-def one_prompt(pages: int) -> np.ndarray:
+def one_prompt(pages: int) -> _Table:
+    """Return a table in which all requests share all pages but the last eight."""
     table = nothing(pages)
     table[:, : pages - 8] = table[0, : pages - 8]
     return table
 
 
-def groups(pages: int) -> np.ndarray:
+def groups(pages: int) -> _Table:
     """Half of the pages are a prompt of all, a quarter one of 32 groups, whose requests come in turn."""
     table = nothing(pages)
     table[:, : pages // 2] = table[0, : pages // 2]
@@ -46,7 +34,7 @@ def groups(pages: int) -> np.ndarray:
     return table
 
 
-def four_levels(pages: int) -> np.ndarray:
+def four_levels(pages: int) -> _Table:
     """All, 4 groups, 16 and 64 of them, at each fifth of the pages."""
     table = nothing(pages)
     for depth, count in enumerate((1, 4, 16, 64)):
@@ -56,16 +44,18 @@ def four_levels(pages: int) -> np.ndarray:
     return table
 
 
-def pairs(pages: int) -> np.ndarray:
+def pairs(pages: int) -> _Table:
+    """Return a table in which request i and request i + BATCH / 2 share all pages but the last eight."""
     table = nothing(pages)
     table[BATCH // 2 :, : pages - 8] = table[: BATCH // 2, : pages - 8]
     return table
 
 
-SHAPES: dict[str, Callable[[int], np.ndarray]] = {
+SHAPES: Mapping[str, Callable[[int], _Table]] = {
     "nothing": nothing,
     "one prompt": one_prompt,
     "groups": groups,
     "four levels": four_levels,
     "pairs": pairs,
 }
+"""By what is shared; each is given the pages of a request."""

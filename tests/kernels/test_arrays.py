@@ -261,19 +261,34 @@ def test_defaults_of_a_variant_are_arrays_of_any_library() -> None:
     np.testing.assert_allclose(twice, 2 * (expected - 1.0), rtol=1e-5, atol=1e-5)
 
 
-def test_rope_has_its_frequencies_without_torch() -> None:
-    """The same bits as with torch, whose path copies the default to its device."""
+def check_bits_of_torch(variant: AttentionVariant | str, **args: np.ndarray) -> None:
+    """Bits of the path with torch, which are not those without the variant."""
     from fi_backend import BatchAttention as TorchAttention
     from fi_backend import PageTable as TorchTable
 
-    case = Case(variant=rope(32))
-    out = case.plan().run(case.q, case.k, case.v)
-    with_torch = TorchAttention(case.spec, max_requests=2, max_tokens=8, max_kv_len=64, variant=rope(32))
+    case = Case(variant=variant)
+    out = case.plan().run(case.q, case.k, case.v, variant_args=args)
+    with_torch = TorchAttention(case.spec, max_requests=2, max_tokens=8, max_kv_len=64, variant=variant)
     starts, pages, lens = map(torch.from_numpy, (case.starts, case.pages, case.kv_lens))
     with_torch.plan(starts, TorchTable.from_block_table(pages, lens, page_size=16))
-    same = with_torch.run(*map(torch.from_numpy, (case.q, case.k, case.v)))
+    same = with_torch.run(
+        *map(torch.from_numpy, (case.q, case.k, case.v)),
+        variant_args={name: torch.from_numpy(array) for name, array in args.items()},
+    )
     assert_bitwise_equal("out", to_tensor(out), same)
     assert not np.allclose(out, Case().plan().run(case.q, case.k, case.v))
+
+
+def test_rope_has_its_frequencies_without_torch() -> None:
+    """The same bits as with torch, whose path copies the default to its device."""
+    check_bits_of_torch(rope(32))
+
+
+def test_transformed_values() -> None:
+    random = np.random.default_rng(0)
+    names = ("key_scale", "value_scale", "value_offset")
+    scales = {name: random.random((2, 64), np.float32) for name in names}
+    check_bits_of_torch("channel_scales", **scales)
 
 
 def test_a_step_without_requests() -> None:

@@ -11,7 +11,10 @@ from fi_backend.core.spec import AttentionSpec
 from fi_backend.core.support import query_tiles
 from fi_backend.core.variant import AttentionVariant
 
-TURNS = AttentionVariant(name="turns", key_transform="return x;")
+TRANSFORMS = (
+    AttentionVariant(name="keys", key_transform="return x[d];"),
+    AttentionVariant(name="values", value_transform="return x[d];"),
+)
 COLD = AttentionVariant(name="cold", logits_transform="return 0.5 * logit;")
 
 
@@ -37,7 +40,10 @@ def test_tallest_tile_of_each_kernel(arch: str, heads: dict[str, Any], tallest: 
     assert query_tiles(spec, "cpu") == (1, 128)
 
 
+@pytest.mark.parametrize("variant", TRANSFORMS, ids=lambda variant: variant.name)
 @pytest.mark.parametrize(("heads", "tallest"), [((128, 128), 128), ((192, 128), 128), ((256, 256), 64)])
-def test_transformed_keys_are_no_operand_of_wgmma(heads: tuple[int, int], tallest: int) -> None:
+def test_what_is_transformed_is_no_operand_of_wgmma(
+    variant: AttentionVariant, heads: tuple[int, int], tallest: int
+) -> None:
     spec = AttentionSpec(8, 2, heads[0], head_dim_v=heads[1])
-    assert query_tiles(spec, "cuda", TURNS, arch="sm_90a") == (16, tallest)
+    assert query_tiles(spec, "cuda", variant, arch="sm_90a") == (16, tallest)

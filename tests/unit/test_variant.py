@@ -119,15 +119,27 @@ BROKEN = AttentionVariant(
         return twice + undeclared_thing;  // the line of the error
     """,
 )
+BROKEN_VALUES = AttentionVariant(
+    name="broken_values",
+    value_transform="""
+        const int at = d + undeclared_thing;  // the line of the other error
+        return x[at];
+    """,
+)
 
 
-def test_an_error_of_the_compiler_points_at_the_users_line() -> None:
+@pytest.mark.parametrize(
+    ("variant", "place"),
+    [(BROKEN, "the line of the error"), (BROKEN_VALUES, "the line of the other error")],
+    ids=["logits", "values"],
+)
+def test_an_error_of_the_compiler_points_at_the_users_line(variant: AttentionVariant, place: str) -> None:
     with pytest.raises(BuildError) as error:
-        BatchAttention(SPEC, max_requests=1, max_tokens=1, max_kv_len=1, variant=BROKEN)
+        BatchAttention(SPEC, max_requests=1, max_tokens=1, max_kv_len=1, variant=variant)
     lines = Path(__file__).read_text().splitlines()
-    line = 1 + next(i for i, text in enumerate(lines) if "the line of the error" in text)
+    line = 1 + next(i for i, text in enumerate(lines) if f"// {place}" in text)
     first = str(error.value).splitlines()[:2]
-    assert first[0] == "variant broken does not compile:"
+    assert first[0] == f"variant {variant.name} does not compile:"
     assert f"{Path(__file__).name}:{line}" in first[1]
     assert "undeclared_thing" in first[1]
 
@@ -162,6 +174,7 @@ def test_what_depends_on_a_row_plans_flat() -> None:
 
     assert flat_reason(SPEC, variants.SOFT_CAP) is None
     assert flat_reason(SPEC, variants.QK_NORM) is None
+    assert flat_reason(SPEC, variants.CHANNEL_SCALES) is None
     for variant, text in (
         (variants.ALIBI, "logits_transform depends on q_pos"),
         (variants.ROPE, "query_transform depends on q_pos"),
@@ -169,6 +182,10 @@ def test_what_depends_on_a_row_plans_flat() -> None:
         (variants.SLIDING_WINDOW, "visible_range"),
         (variants.FLASH_SIGMOID, "without softmax"),
         (variants.OUTPUT_GATE, "output_transform depends on token_idx"),
+        (
+            AttentionVariant(name="own", value_transform="return x[d] * batch_idx;"),
+            "value_transform depends on batch_idx",
+        ),
     ):
         assert text in str(flat_reason(SPEC, variant))
 

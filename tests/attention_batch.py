@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from engine_memory import POISON_BYTE, Layout, choose_pages, kv_caches, move, page_table, poison
+from batch import Batch
+from engine_memory import POISON_BYTE, choose_pages, kv_caches, move, page_table, poison
 from numeric import assert_bitwise_equal, assert_close, assert_lse_close
 from oracle import attention
 from torch import Tensor
@@ -25,8 +25,6 @@ from torch import Tensor
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.planner import CostModel
 from fi_backend.core.prefix_forest import PrefixForest, shareable
-from fi_backend.core.sharing import SharingLimits
-from fi_backend.core.spec import AttentionSpec
 from fi_backend.core.support import query_tiles
 
 SPLIT_COSTS = CostModel(
@@ -40,30 +38,6 @@ SPLIT_COSTS = CostModel(
 )
 GUARD_BYTES = 256
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """One step of one layer."""
-
-    spec: AttentionSpec
-    q_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-    layout: Layout = field(default_factory=Layout)
-    bound_slack: tuple[int, ...] = ()  # what the host's upper bounds add to the lengths
-    k_scale: float | tuple[float, ...] = 1.0
-    v_scale: float | tuple[float, ...] = 1.0
-    gain: float = 1.0
-    num_ctas: int = 2
-    planned_queues: bool = False
-    longest_first: bool = True
-    costs: CostModel | None = None
-    seed: int = 0
-    device: str = "cpu"
-    host_lengths: bool = True  # on CUDA: the host planner; otherwise the device planner
-    # (earlier request, pages) of each request: it begins with so many pages of the other one, full ones.
-    shares: tuple[tuple[int, int], ...] = ()
-    sharing: SharingLimits | None = None  # capacity for them; the step is then planned with its forest
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class FiAttnBackend(AttentionBackend):
         }
         for layer in layers.values():
             refuse_layer(layer)
-        drafts = 0 if getattr(model_runner, "is_draft_worker", False) else draft_tokens(model_runner)
+        drafts = 0 if model_runner.is_draft_worker else draft_tokens(model_runner)
         self._verify_mask = _verify_mask(drafts, table)
         self._masks: TreeMasks | None = None
         if self._verify_mask is not None and verifies_trees(model_runner):

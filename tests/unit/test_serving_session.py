@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
-from serving_fake import FakeServer
+from serving_bench import bench
 
 from fi_backend.benchmarks.serving import engines, records, session
 from fi_backend.benchmarks.serving.client import LoadRun
@@ -22,27 +21,6 @@ from fi_backend.cli import serve_options
 from fi_backend.cli.main import app
 
 RUN = CliRunner()
-SMALL = (
-    *("--slo-ttft-p99", "60s"),  # nothing here depends on how busy the machine is
-    "--workload",
-    "uniform:in=20,out=4",
-    "--requests",
-    "10",
-    "--runs",
-    "2",
-    "--device",
-    "cpu",
-    "--warm-up",
-    "2",
-)
-
-
-def bench(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str, **changes: Any) -> Any:
-    kind = type("Fake", (FakeServer,), changes)
-    for name, known in engines.ENGINES.items():
-        monkeypatch.setitem(engines.ENGINES, name, replace(known, server=kind))
-    monkeypatch.setattr(serve_options, "check_engine", lambda _engine: None)
-    return RUN.invoke(app, ["bench", "serve", *SMALL, "--out", str(out), *arguments])
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -3,7 +3,7 @@
 # Runs the tests that need a CUDA device, each group in a process of its own, so that a kernel that hangs
 # costs one group and not the run.
 #
-#   scripts/gpu_tests.sh [all|tests|masks|prefixes|faults|arrays|others|sanitizer|memcheck|racecheck]
+#   scripts/gpu_tests.sh [all|tests|masks|variants|prefixes|faults|arrays|others|sanitizer|memcheck|racecheck]
 #
 # PYTHON: the interpreter (default python3). PYTEST_ARGS: for pytest. LIMIT: seconds a group may take
 # (default 180). Exits with 1 if any group failed.
@@ -67,6 +67,9 @@ all | masks)
     ;;
 esac
 case $what in
+all | variants) tests variants tests/gpu/test_cuda_user_variants.py ;;
+esac
+case $what in
 all | faults) tests faults tests/gpu/test_cuda_attention_faults.py ;;
 esac
 case $what in
@@ -75,7 +78,7 @@ esac
 case $what in
 all | others)
     # shellcheck disable=SC2046
-    tests others $(find tests/gpu -name 'test_*.py' ! -name 'test_cuda_attention*' | sort)
+    tests others $(find tests/gpu -name 'test_*.py' ! -name 'test_cuda_attention*' ! -name 'test_cuda_user_variants.py' | sort)
     ;;
 esac
 case $what in

@@ -104,7 +104,12 @@ def layers_for(case: Case, l2_bytes: int) -> int:
 
     More than twice the cache lies between two uses of a byte; at least four layers.
     """
-    return max(_MIN_LAYERS, 2 * l2_bytes // case.workload.kv_bytes(case.spec) + 2)
+    return rotated_layers(case.workload.kv_bytes(case.spec), l2_bytes)
+
+
+def rotated_layers(kv_bytes: int, l2_bytes: int) -> int:
+    """Return layers_for() a step that reads so many bytes of K and V in each layer."""
+    return max(_MIN_LAYERS, 2 * l2_bytes // kv_bytes + 2)
 
 
 def make_problem(case: Case, *, layers: int, device: torch.device | str, seed: int = 0) -> Problem:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from sglang_cpu import Shape
 
-pytest.importorskip("sglang", reason="SGLang is not installed")
+pytest.importorskip("sglang", reason="test_sglang_environment.py runs this where SGLang is installed")
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("sglang", reason="SGLang is not installed")
+pytest.importorskip("sglang", reason="test_sglang_environment.py runs this where SGLang is installed")
 
 # One process for all failures: none may leave behind what the next, or the success, meets.
 PROGRAM = """

@@ -51,6 +51,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=9, help="pairs of figures")
     parser.add_argument("--json", type=Path, help="file to write the record to")
     chosen = parser.parse_args()
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: expected a device that torch can use; got cuda, and torch sees none")
     device = torch.device(chosen.device)
     torch.manual_seed(0)
     torch.set_num_threads(1)

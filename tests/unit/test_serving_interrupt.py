@@ -60,11 +60,11 @@ def test_an_interrupted_run_has_its_report(
     assert stopped == [True]
     [entry] = read_record(tmp_path)["backends"]
     assert (entry["name"], entry["interrupted"]) == ("fi", True)
-    assert entry["failed"] == "interrupted after 1 rates"
+    assert entry["failed"] == "interrupted; complete rates: 1"
     assert [row["rate"] for row in entry["points"]] == [20]
     page = (tmp_path / "report.html").read_text()
-    assert "interrupted after 1 rates" in page
-    assert "interrupted after 1 rates" in result.stdout
+    assert "interrupted; complete rates: 1" in page
+    assert "interrupted; complete rates: 1" in result.stdout
     # The report was there before the signal, too: nothing can be caught of SIGKILL.
     assert len(reports) == 1
     assert reports[0].count("<circle") == page.count("<circle") > 0

@@ -21,13 +21,13 @@ from fi_backend.cli.main import app
 
 RUN = CliRunner()
 VOID = {"meta"}
+STEP = {"requests": 9, "kv_tokens": 900, "max_over_mean": 1.07}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def row(rate: float, ttft: float | None, *, ours: bool) -> dict[str, Any]:
     triple = [ttft, None if ttft is None else ttft * 0.8, None if ttft is None else ttft * 1.3]
     latencies = {f"p{percent}": triple for percent in (50, 90, 99)}
-    step = {"requests": 9, "kv_tokens": 900, "max_over_mean": 1.07}
     return {
         "rate": rate,
         "runs": 3,
@@ -44,7 +44,7 @@ def row(rate: float, ttft: float | None, *, ours: bool) -> dict[str, Any]:
         "client_late": rate < 5,
         "fi": {"steps": 4} if ours else None,
         "kv_bytes": {"flat": 4e9 * rate, "saved": 3e9 * rate if ours else None},
-        "balance": {"num_ctas": 132, "steps": [step] * 3},
+        "balance": {"num_ctas": 132, "steps": [STEP] * 3},
     }
 
 
@@ -123,6 +123,31 @@ def test_the_report_shows_all_that_was_measured() -> None:
     assert "480 [384, 624]" in page.text
     assert "stopped early" in page.text
     assert (page.count("th"), page.count("td")) == (6 + 13, 2 * 6 + 6 * 13)  # back ends; their rates
+
+
+def test_captions_say_what_is_counted_and_how_steps_were_planned() -> None:
+    """Records of before sharing was planned say nothing of it: their steps were planned flat."""
+    text = Page(render([record()])).text
+    assert "K and V of all layers that decoding reads when every sample reads its own" in text
+    assert "less what the back end's counters say its steps did not read again" in text
+    assert "planned flat, as every request read its own KV" in text
+    shared = record()
+    rows = shared["backends"][0]["points"]
+    rows[0]["balance"] = {"num_ctas": 132, "shared": True, "steps": [{**STEP, "prefix_nodes": 3}]}
+    text = Page(render([shared])).text
+    assert "prefixes read together at the rates at which the run did" in text
+    assert "1.07: 9 requests, 900 KV tokens, 3 shared prefixes" in text
+    for each in rows:
+        each["balance"] = rows[0]["balance"]
+    assert "prefixes read together, as the run did" in Page(render([shared])).text
+
+
+def test_compilations_of_the_start_stand_beside_it() -> None:
+    cold = record()
+    cold["backends"][0]["builds"] = {"before_ready": 4, "after_ready": []}
+    page = Page(render([cold]))
+    assert page.text.count("31.5 s, 4 compiled") == 1
+    assert page.text.count("31.5 s") == 2
 
 
 def test_the_report_needs_nothing_else() -> None:

@@ -146,7 +146,10 @@ class Session:
         except ServerError as error:
             entry["failed"] = str(error)
         except KeyboardInterrupt:
-            entry["failed"], entry["interrupted"] = f"interrupted after {len(entry['points'])} rates", True
+            entry["failed"], entry["interrupted"] = (
+                f"interrupted; complete rates: {len(entry['points'])}",
+                True,
+            )
             raise
         finally:
             told()

@@ -23,6 +23,7 @@ template <class Traits>
 struct Consumer {
   using T = typename Traits::T;
   using TKV = typename Traits::TKV;
+  using Weight = WeightOf<Traits>;
   static constexpr int kQSteps = Traits::kHeadDim / 16;  // ksteps of Q K^T
   static constexpr int kKvTile = Traits::kKvTile;
   static constexpr int kTiles = kKvTile / 8;                 // fragments of a tile's logits
@@ -253,8 +254,8 @@ struct Consumer {
             multiply_transformed(s[2 * n + 1], a, k_tile, key_begin, 2 * n + 1, step, whole[2 * n + 1]);
           } else if constexpr (Traits::kFp8) {
             // A register holds four of a key's elements: of one kstep under the permuted order.
-            multiply8(s[2 * n], a, b[n][j]);
-            multiply8(s[2 * n + 1], a, b[n][2 + j]);
+            multiply8<T>(s[2 * n], a, b[n][j]);
+            multiply8<T>(s[2 * n + 1], a, b[n][2 + j]);
           } else {
             ptx::mma_m16n8k16<T>(s[2 * n], a, b[n][0], b[n][1]);
             ptx::mma_m16n8k16<T>(s[2 * n + 1], a, b[n][2], b[n][3]);
@@ -264,9 +265,11 @@ struct Consumer {
     }
   }
 
+  // Elements of type U times four of one byte.
+  template <typename U>
   __device__ __forceinline__ static void multiply8(float (&d)[4], const uint32_t (&a)[4], uint32_t four) {
     if constexpr (Traits::kFp8)
-      ptx::mma_m16n8k16<T>(d, a, ptx::widen2<T, TKV>(four), ptx::widen2<T, TKV>(four >> 16));
+      ptx::mma_m16n8k16<U>(d, a, ptx::widen2<U, TKV>(four), ptx::widen2<U, TKV>(four >> 16));
   }
 
   // Masks and transforms the logits of keys key_begin .. key_begin + 8 kN - 1.
@@ -307,7 +310,7 @@ struct Consumer {
   template <int kN>
   __device__ __forceinline__ void weigh(float scale, float (&s)[kN][4]) {
     float shrink[2];
-    state.update(scale, s, shrink);
+    state.template update<Weight>(scale, s, shrink);
     // Later tiles rarely hold a new maximum; a factor of 1 changes nothing.
     if (!__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) return;
 #pragma unroll
@@ -323,8 +326,8 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float (&f)[4] = s[2 * step + half];
-      a[2 * half] = ptx::pack2<T>(f[0], f[1]);
-      a[2 * half + 1] = ptx::pack2<T>(f[2], f[3]);
+      a[2 * half] = ptx::pack2<Weight>(f[0], f[1]);
+      a[2 * half + 1] = ptx::pack2<Weight>(f[2], f[3]);
     }
   }
 
@@ -370,8 +373,8 @@ struct Consumer {
                                                          int j) {
     if constexpr (Traits::kFp8) {
       // Even and odd columns part: the left fragment holds columns 0, 2, .. 14 of the block.
-      multiply8(left, a, __byte_perm(b[2 * j], b[2 * j + 1], 0x6420));
-      multiply8(right, a, __byte_perm(b[2 * j], b[2 * j + 1], 0x7531));
+      multiply8<Weight>(left, a, __byte_perm(b[2 * j], b[2 * j + 1], 0x6420));
+      multiply8<Weight>(right, a, __byte_perm(b[2 * j], b[2 * j + 1], 0x7531));
     } else {
       ptx::mma_m16n8k16<T>(left, a, b[0], b[1]);
       ptx::mma_m16n8k16<T>(right, a, b[2], b[3]);

@@ -2,6 +2,8 @@
 // Online softmax over C fragments of m16n8: lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) + {0,
 // 1}.
 #pragma once
+#include <type_traits>
+
 #include "choice.cuh"
 #include "traits.cuh"
 
@@ -31,14 +33,26 @@ __device__ __forceinline__ void hold_maxima(float a, float b) {
   if (__float_as_int(a) == kNoMaximum || __float_as_int(b) == kNoMaximum) __trap();
 }
 
-// Weights are 2^(scale * s - max), the maximum being in units of log2(e) too. `scale` is positive.
+// What weights are rounded to before they multiply values. Beside fp8 values they are halfs whatever the
+// queries are: they are more exact there, and one instruction turns two fp8 into halfs where bfloat16 takes
+// four. Without softmax or behind a transform nothing says that they fit.
+template <class Traits>
+using WeightOf = std::conditional_t<Traits::kHalfWeights && Variant::kSoftmax && !Variant::kTransformsValue,
+                                    __half, typename Traits::T>;
+// Halfs begin at 2^-24: the greatest weight is 2^15 there, so that a row of a million keys loses nothing that
+// its sum counts.
+template <typename Weight>
+inline constexpr float kWeightBits = std::is_same_v<Weight, __half> ? 15.f : 0.f;
+
+// Weights are 2^(scale * s - max), the maximum being in units of log2(e) too, less kWeightBits. `scale` is
+// positive.
 struct RowState {
   float max[2] = {-INFINITY, -INFINITY};
   float sum[2] = {0.f, 0.f};  // of this lane's columns; quad_sum gives the row's
 
   // Turns logits into weights and returns the factors by which the outputs so far shrink. Both rows of the
   // lane go through each stage together, so that shuffles and exponentials of one hide behind the other's.
-  template <int kTiles>
+  template <typename Weight, int kTiles>
   __device__ __forceinline__ void update(float scale, float (&s)[kTiles][4], float (&shrink)[2]) {
     float top[2];
 #pragma unroll
@@ -54,7 +68,8 @@ struct RowState {
     if constexpr (FI_MAXIMA_FIRST) hold_maxima(top[0], top[1]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      top[r] = fmaxf(max[r], top[r] * scale);
+      constexpr float kBits = kWeightBits<Weight>;
+      top[r] = fmaxf(max[r], kBits > 0.f ? fmaf(top[r], scale, -kBits) : top[r] * scale);
       const float base = top[r] == -INFINITY ? 0.f : top[r];
       shrink[r] = ptx::exp2_approx(max[r] - base);
       max[r] = top[r];

@@ -59,7 +59,7 @@ struct Traits {
   using TKV = TKV_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr bool kInvariant = kInvariant_;
-  static constexpr bool kFp8 = sizeof(TKV) == 1;
+  static constexpr bool kFp8 = sizeof(TKV) == 1, kHalfWeights = kFp8;
   static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0 && kHeadDim <= 256 && kHeadDimV <= 256);
 
   static constexpr int kKChunks = kHeadDim * int(sizeof(TKV)) / 16;  // 16-byte chunks of a row of K

@@ -79,8 +79,8 @@ struct Wide {
                             (kFirst / 8 * kColumnBytes + kFirst % 8 * 16) / 16;
 #pragma unroll
     for (int step = 0; step < kVSteps; ++step)
-      ptx::wgmma_m64k16<T, kPiece, 1>(out + kFirst, weights[step],
-                                      ptx::descriptor(values + step * 2 * kEightRows / 16, kEightRows), 1);
+      ptx::wgmma_m64k16<typename Consumer::Weight, kPiece, 1>(
+          out + kFirst, weights[step], ptx::descriptor(values + step * 2 * kEightRows / 16, kEightRows), 1);
     if constexpr (kLeft > kPiece) multiply_values<kFirst + kPiece>(out, weights, v_tile);
   }
 
@@ -88,7 +88,8 @@ struct Wide {
   template <int kN>
   __device__ __forceinline__ static void weigh(Consumer& x, float scale, float (&s)[kN][4],
                                                float (&shrink)[2]) {
-    if constexpr (sm80::Variant::kSoftmax) x.state.update(scale, s, shrink);
+    if constexpr (sm80::Variant::kSoftmax)
+      x.state.template update<typename Consumer::Weight>(scale, s, shrink);
   }
 
   // Weights as A fragments.

@@ -98,15 +98,16 @@ struct Widened {
     const int tid = x.warp * 32 + x.lane;
     const uint32_t tile = stages + ring.at * Traits::kStageBytes;
     ptx::mbarrier_wait(sm80::full_barrier(control, ring), ring.lap >> 1 & 1);
-    widen_rows<Traits::kHeadDim / 16>(tid, tile, buffer);
-    widen_rows<Traits::kHeadDimV / 16>(tid, tile + Traits::kNarrowKBytes, buffer + Traits::kKBytes);
+    widen_rows<typename Traits::T, Traits::kHeadDim / 16>(tid, tile, buffer);
+    widen_rows<typename Consumer::Weight, Traits::kHeadDimV / 16>(tid, tile + Traits::kNarrowKBytes,
+                                                                  buffer + Traits::kKBytes);
     ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[ring.at]), x.lane);
     ring.advance();
     ptx::fence_async_shared();
   }
 
-  // kChunks: of 16 elements, a row.
-  template <int kChunks>
+  // To elements of type T; kChunks of 16 a row.
+  template <typename T, int kChunks>
   __device__ __forceinline__ static void widen_rows(int tid, uint32_t from, uint32_t to) {
     const char* narrow = static_cast<const char*>(__cvta_shared_to_generic(from));
     char* wide = static_cast<char*>(__cvta_shared_to_generic(to));
@@ -115,7 +116,7 @@ struct Widened {
       const int i = first + tid, row = i / kChunks, chunk = i % kChunks;
       if (kKvTile * kChunks % sm80::kConsumers != 0 && i >= kKvTile * kChunks) break;
       const uint4 x = *reinterpret_cast<const uint4*>(narrow + sm80::swizzled(kKvTile, row, chunk));
-      const uint4 left = widen8(x.x, x.y), right = widen8(x.z, x.w);
+      const uint4 left = widen8<T>(x.x, x.y), right = widen8<T>(x.z, x.w);
       // Lanes whose chunks lie in the second 128 bytes of a row begin with the other half: the banks differ.
       const bool swap = chunk >= 4;
       const int half = 2 * chunk + swap;
@@ -124,8 +125,8 @@ struct Widened {
     }
   }
 
+  template <typename T>
   __device__ __forceinline__ static uint4 widen8(uint32_t a, uint32_t b) {
-    using T = typename Traits::T;
     using Narrow = typename Traits::Narrow;
     return make_uint4(ptx::widen2<T, Narrow>(a), ptx::widen2<T, Narrow>(a >> 16), ptx::widen2<T, Narrow>(b),
                       ptx::widen2<T, Narrow>(b >> 16));

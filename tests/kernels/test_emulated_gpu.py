@@ -6,15 +6,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import emulator_modules
 import pytest
+import torch
 from attention_batch import SPLIT_COSTS, Batch, check
 from attention_strategies import ROOMY
 from engine_memory import Layout
 
+from fi_backend import BatchAttention, PageTable
 from fi_backend.core import jit, kernels
 from fi_backend.core.planner import CostModel
 from fi_backend.core.sharing import flat_reason
@@ -143,6 +146,29 @@ def test_prefill_from_one_end_and_decodes_from_the_other(name: str) -> None:
     for num_ctas in (4, 24):
         state = check(replace(batch(spec, q_lens, kv_lens), num_ctas=num_ctas))
         assert state.plan.header["back_ctas"] > 0
+
+
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("name", ["mma", "fp8", "wgmma"], indirect=True)
+def test_a_key_that_outweighs_all_others_does_not_drown_them(name: str, q_len: int) -> None:
+    """Weights of 2^-27 are zero as halfs; an attention sink without a value of its own leaves it to them."""
+    kv_len, spec = 1000, layer(name)
+    q = torch.ones(q_len, 6, spec.head_dim, dtype=getattr(torch, spec.dtype))
+    kv = torch.zeros(2, -(-kv_len // 16), 16, 2, spec.head_dim, dtype=getattr(torch, spec.kv_dtype))
+    k, v = kv.flatten(1, 2)
+    logit = 19.0
+    k[0] = logit / (spec.scale * spec.head_dim)
+    v[1 : kv_len - q_len] = 1.0  # those that all rows see
+    attn = BatchAttention(spec, max_requests=1, max_tokens=q_len, max_kv_len=kv_len)
+    lens = torch.tensor([kv_len], dtype=torch.int32)
+    pages = torch.arange(kv.shape[1], dtype=torch.int32)[None]
+    table = PageTable.from_block_table(pages, lens, page_size=16)
+    attn.plan(torch.tensor([0, q_len], dtype=torch.int32), table)
+    sink = math.exp(float(k[0, 0, 0]) * spec.scale * spec.head_dim)
+    seen = torch.arange(kv_len - q_len, kv_len)[:, None, None]  # beside the sink
+    expected = (kv_len - q_len - 1) / (sink + seen.double())
+    out = attn.run(q, *kv).double() * (sink / kv_len)
+    torch.testing.assert_close(out, (expected * (sink / kv_len)).expand_as(out), rtol=0.02, atol=0)
 
 
 @pytest.fixture(scope="module")

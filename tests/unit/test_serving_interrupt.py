@@ -62,6 +62,7 @@ def test_an_interrupted_run_has_its_report(
     assert (entry["name"], entry["interrupted"]) == ("fi", True)
     assert entry["failed"] == "interrupted; complete rates: 1"
     assert [row["rate"] for row in entry["points"]] == [20]
+    assert entry["sustained"] == {"rate": 20, "failed": None, "how": "so far"}
     page = (tmp_path / "report.html").read_text()
     assert "interrupted; complete rates: 1" in page
     assert "interrupted; complete rates: 1" in result.stdout

@@ -142,6 +142,24 @@ def test_captions_say_what_is_counted_and_how_steps_were_planned() -> None:
     assert "prefixes read together, as the run did" in Page(render([shared])).text
 
 
+def test_kv_bytes_are_those_of_a_request() -> None:
+    """Pooled rates have more requests, and bars that stood higher for that would compare nothing."""
+    one, pooled = record(), record()
+    pooled["backends"][0]["points"][0] |= {"requests": 1200, "kv_bytes": {"flat": 64e9, "saved": 48e9}}
+    notes = "8/s without sharing: 53.33 MB", "8/s with sharing: 13.33 MB"
+    for each in (one, pooled):
+        text = Page(render([each])).text
+        assert all(note in text for note in notes)
+
+
+def test_a_back_end_that_never_failed_may_be_better() -> None:
+    best, unknown = record(), record()
+    for each, failed in ((best, 6.0), (unknown, None)):
+        each["backends"][1]["sustained"] = {"rate": 4.0, "failed": failed, "how": "grid"}
+    assert "≥" not in Page(render([best])).text.replace("≤", "")
+    assert "≥ 0.50" in Page(render([unknown])).text
+
+
 def test_compilations_of_the_start_stand_beside_it() -> None:
     cold = record()
     cold["backends"][0]["builds"] = {"before_ready": 4, "after_ready": []}

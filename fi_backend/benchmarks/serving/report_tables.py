@@ -22,7 +22,10 @@ def summary(record: _Record) -> str:
             [
                 escape(backend["name"]),
                 "none" if rate is None else f"<b>{rate:g}/s</b>",
-                f"{rate / best:.2f}" if rate and best else "–",
+                # Without a rate that failed, nobody knows how far it is from the best.
+                f"{'≥ ' if failed is None and rate < best else ''}{rate / best:.2f}"
+                if rate and best
+                else "–",
                 "–" if failed is None else f"{failed:g}/s",
                 escape(found.get("how", "–")),
                 _ready(backend),

@@ -176,6 +176,8 @@ class Session:
         def probe(rate: float) -> bool:
             row = self._row(server, backend, stats, rate)
             entry["points"].append(row)
+            good, failed = held_below({each["rate"]: each["holds"] for each in entry["points"]})
+            entry["sustained"] = {"rate": good, "failed": failed, "how": "so far"}
             keep()
             self.watcher.measured(backend.text, row)
             return bool(row["holds"])

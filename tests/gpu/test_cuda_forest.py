@@ -16,11 +16,15 @@ from hypothesis import strategies as st
 from shared_cases import SharedCase, shared_cases
 from shared_tables import assert_same_bytes, host_plan, page_table, random_case, tree
 
+from fi_backend.adapters.host_plan import copy_lengths
 from fi_backend.benchmarks.cuda.plan_time import DeviceStep, graph_timer, shared_step, time_device_planning
 from fi_backend.benchmarks.shared_tables import PAGE, SHAPES
+from fi_backend.core.host_table import pages_on_host
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.plan import Plan
 from fi_backend.core.planner import Planner
+from fi_backend.core.spec import AttentionSpec
+from fi_backend.core.step import Step
 
 pytestmark = pytest.mark.gpu
 
@@ -83,6 +87,21 @@ def test_bytes_equal_the_hosts(case: SharedCase, data: st.DataObject) -> None:
 )
 def test_steps_of_any_size(case: SharedCase) -> None:
     assert assert_same_plan(case).header["num_nodes"] > 0
+
+
+def test_what_is_copied_to_the_host_gives_the_devices_plan() -> None:
+    """As under FI_BACKEND_WITHOUT=device_plan, and as a step that is saved."""
+    case = tree(32, 8, root_pages=250, group_pages=40)
+    planner, there = case.planner(), on_device(page_table(case))
+    qo_indptr = case.plan_case.qo_indptr()
+    lengths = copy_lengths(qo_indptr.cuda(), there.kv_lens)
+    pages = pages_on_host(there, lengths.kv_lens)
+    assert pages is not None
+    copied = PageTable.from_block_table(pages, lengths.kv_lens, page_size=case.page_size)
+    assert_same_bytes(plan_on_device(planner, qo_indptr, there), host_plan(planner, case, copied))
+    spec = AttentionSpec(32, 8, 64, page_size=case.page_size)
+    step = Step.capture(spec, qo_indptr.cuda(), there)
+    assert (step.block_table, step.kv_lens.tolist()) == (case.rows(), list(case.kv_lens))
 
 
 def capture(step: DeviceStep) -> torch.cuda.CUDAGraph:

@@ -6,6 +6,8 @@ Its algorithm is tested without a GPU in tests/unit/test_plan_device.py; what is
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -52,6 +54,18 @@ def assert_same_plan(planner: Planner, plan: Plan, qo_indptr: torch.Tensor, kv_l
 @example(PlanCase((), (), num_ctas=2))
 @example(PlanCase((1,) * 256, tuple(100 * i for i in range(256)), group=4, heads=8, num_ctas=132))
 def test_bytes_equal_the_hosts(case: PlanCase) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("requests", [1, 256, 1500])
+def test_bytes_equal_the_hosts_without_lpt(requests: int) -> None:
+    lens = tuple(7919 * i % 9000 for i in range(1, requests + 1))
+    case = PlanCase((1,) * requests, lens, group=4, heads=8, num_ctas=132, longest_first=False)
+    check(case)
+    check(replace(case, q_lens=(400, *case.q_lens[1:])))
+
+
+def check(case: PlanCase) -> None:
     planner = case.planner()
     kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32)
     buffer = torch.full((planner.layout.total,), 0xA5, dtype=torch.uint8, device="cuda")

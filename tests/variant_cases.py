@@ -19,7 +19,16 @@ from fi_backend.core.prefix_forest import PrefixForest
 from fi_backend.core.share_tally import Saved
 from fi_backend.core.sharing import SharingLimits
 
-__all__ = ["ORACLES", "Oracle", "VariantBatch", "arguments", "check_shared_prefix", "check_variant", "logits"]
+__all__ = [
+    "ORACLES",
+    "SPLIT",
+    "Oracle",
+    "VariantBatch",
+    "arguments",
+    "check_shared_prefix",
+    "check_variant",
+    "logits",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

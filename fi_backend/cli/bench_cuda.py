@@ -107,10 +107,12 @@ def _compile(chosen: Sequence[Case], device: torch.device) -> None:
     """Build what the rows run, all of it at once; a module that fails is named in its rows."""
     from fi_backend.benchmarks.variant_oracles import ORACLES
     from fi_backend.core import jit
+    from fi_backend.core.jit.arch import cuda_arch
     from fi_backend.core.kernels import attention_module, with_variant
+    from fi_backend.core.prepare import modules as common
     from fi_backend.core.variant_names import find_variant
 
-    modules = []
+    modules = common(arch="cpu" if device.type == "cpu" else cuda_arch(device))
     for case in chosen:
         module = attention_module(case.spec, device)
         modules += [module, *(with_variant(module, find_variant(n)) for n in case.variants if n in ORACLES)]

@@ -3,17 +3,29 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from gpu_device import capture, device, on_cuda
 from numeric import assert_bitwise_equal
 from serving_step import STEPS
-from variant_cases import ORACLES, Oracle, VariantBatch, arguments, check_shared_prefix, check_variant, logits
+from variant_cases import (
+    ORACLES,
+    SPLIT,
+    Oracle,
+    VariantBatch,
+    arguments,
+    check_shared_prefix,
+    check_variant,
+    logits,
+)
 from variant_serving import SPEC, VariantServing
 
 from fi_backend import AttentionSpec, AttentionVariant
 from fi_backend.core import jit, kernels
 from fi_backend.core.sharing import flat_reason
 from fi_backend.core.variant_names import find_variant
+from fi_backend.errors import BuildError
 
 pytestmark = pytest.mark.gpu
 
@@ -63,7 +75,9 @@ def modules(needs_a_cuda_device: None) -> None:
         )
         for each in BATCHES.values()
     }
-    jit.build_all([kernels.with_variant(each, find_variant(name)) for each in plain for name in ORACLES])
+    # A module that does not compile fails the tests that load it, and not all the others.
+    with contextlib.suppress(BuildError):
+        jit.build_all([kernels.with_variant(each, find_variant(name)) for each in plain for name in ORACLES])
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
@@ -94,7 +108,7 @@ def test_what_depends_on_no_position_shares_prefixes(name: str, host_lengths: bo
 def test_one_graph_replays_steps_of_other_lengths(name: str, on_device: bool) -> None:
     """Captured once; every replay gives the bits of an eager run, which the oracle confirms."""
     engine = VariantServing(name)
-    eager, attn = (engine.attention(variant=name) for _ in range(2))
+    eager, attn = (engine.attention(variant=name, costs=SPLIT) for _ in range(2))
     first = STEPS["two chunks"]
     engine.fill(first)
     engine.plan(attn, None if on_device else first)

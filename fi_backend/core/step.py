@@ -116,8 +116,8 @@ class Step:
         """Copy what BatchAttention.plan() was given to the host; waits for the device if it lives on one.
 
         qo_indptr, page_table: the arguments of plan(). Contiguous KV has no block table. Requests at the end
-        without queries and keys, with which engines fill a step up, are left out. num_ctas, device, tiles: see
-        the class.
+        without queries and keys, with which engines fill a step up, are left out. num_ctas, device, tiles:
+        see the class.
         """
         starts, kv_lens = (qo_indptr - qo_indptr[0]).cpu(), page_table.kv_lens.cpu()
         rows = _rows(page_table, kv_lens)

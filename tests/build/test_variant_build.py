@@ -19,6 +19,7 @@ CASES = {
     "rope-sm_90a": (variants.ROPE, cuda_attention_module(SPEC, "sm_90a")),
     "qk_norm-sm_80": (variants.QK_NORM, cuda_attention_module(FP8, "sm_80")),
     "sink_window-sm_90a": (variants.SINK_WINDOW, cuda_attention_module(SPEC, "sm_90a")),
+    "channel_scales-sm_90a": (variants.CHANNEL_SCALES, cuda_attention_module(SPEC, "sm_90a")),
     "output_gate-sm_80": (variants.OUTPUT_GATE, cuda_attention_module(SPEC, "sm_80")),
     "rope-cpu": (variants.ROPE, attention_module(SPEC)),
     "flash_sigmoid-cpu": (variants.FLASH_SIGMOID, attention_module(FP8)),

@@ -22,7 +22,7 @@ from fi_backend.arrays import (
     SharingLimits,
     TensorParam,
 )
-from fi_backend.variants import rope
+from fi_backend.variants import CHANNEL_SCALES, rope
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -286,8 +286,7 @@ def test_rope_has_its_frequencies_without_torch() -> None:
 
 def test_transformed_values() -> None:
     random = np.random.default_rng(0)
-    names = ("key_scale", "value_scale", "value_offset")
-    scales = {name: random.random((2, 64), np.float32) for name in names}
+    scales = {name: random.random((2, 64), np.float32) for name in CHANNEL_SCALES.params}
     check_bits_of_torch("channel_scales", **scales)
 
 

@@ -31,10 +31,14 @@ def headers() -> tuple[tuple[str, str], ...]:
 
 
 def attention_module(
-    spec: AttentionSpec, arch: str, further: tuple[tuple[str, str], ...] = ()
+    spec: AttentionSpec,
+    arch: str,
+    further: tuple[tuple[str, str], ...] = (),
+    variant: AttentionVariant | None = None,
+    kernel: str | None = None,
 ) -> jit.ModuleSpec:
     """The module of `spec` for the GPU `arch`, emulated, with further defines."""
-    module = kernels.cuda_attention_module(spec, arch)
+    module = kernels.cuda_attention_module(spec, arch, variant, kernel)
     return replace(
         module,
         name="_".join((module.name, arch, *(name.lower() for name, _ in further), "emulated")),
@@ -57,13 +61,21 @@ def install(
     """
     query_tiles, cost_model = support.query_tiles, support.cost_model
 
-    def module(spec: AttentionSpec, device: str | torch.device = "cpu") -> jit.ModuleSpec:
-        return attention_module(spec, arch, further)
+    def module(
+        spec: AttentionSpec,
+        device: str | torch.device = "cpu",
+        variant: AttentionVariant | None = None,
+        kernel: str | None = None,
+    ) -> jit.ModuleSpec:
+        return attention_module(spec, arch, further, variant, kernel)
 
     def tiles(
-        spec: AttentionSpec, device: str | torch.device, variant: AttentionVariant | None = None
+        spec: AttentionSpec,
+        device: str | torch.device,
+        variant: AttentionVariant | None = None,
+        kernel: str | None = None,
     ) -> tuple[int, int]:
-        return query_tiles(spec, "cuda", variant, arch=arch)
+        return query_tiles(spec, "cuda", variant, arch=arch, kernel=kernel)
 
     def costs(spec: AttentionSpec, device: str | torch.device, costs: CostModel | None) -> CostModel:
         return cost_model(spec, "cuda", costs)

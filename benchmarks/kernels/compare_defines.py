@@ -2,7 +2,9 @@
 """Variants of a kernel, each a set of defines, beside each other and their peers in one process.
 
     python benchmarks/kernels/compare_defines.py --only pre_1x8k,dec_const \\
-        --way now --way taller:FI_TILE=256,FI_STAGES=3 --peers fa3,flashinfer-decode
+        --way now --way taller:FI_TILE=256,FI_STAGES=3 --way mma:kernel=mma --peers fa3,flashinfer-decode
+
+`kernel` is no define but one of fi_backend.core.kernel_choice's.
 
 For the time of tuning: a define that the sources do not know yet changes nothing but the module's name. Rows
 and peers are those of `fi-backend bench kernels --device cuda`.
@@ -86,8 +88,9 @@ def enter_all(
         found[name] = Entered(captured, errors(captured.output, sample))
 
     for name, defines in map(parse_way, ways):
+        kernel = defines.pop("kernel", None)
         with_defines(name, defines)
-        enter(name, prepare_ours(problem).run)
+        enter(name, prepare_ours(problem, kernel=kernel).run)
     for peer in peers:
         try:
             enter(peer.name, peer.prepare(problem))

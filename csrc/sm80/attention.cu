@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // One instance of the template. The module's defines: FI_Q_DTYPE (queries), FI_KV_DTYPE (KV cache),
-// FI_HEAD_DIM, FI_HEAD_DIM_V, FI_INVARIANT, FI_SHARED_KIB, FI_SM90A, and those of choice.cuh.
+// FI_HEAD_DIM, FI_HEAD_DIM_V, FI_INVARIANT, FI_SHARED_KIB, FI_SM90A, FI_WGMMA, and those of choice.cuh.
 #include "attention.cuh"
 #include "launch.h"
 

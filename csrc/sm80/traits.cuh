@@ -25,6 +25,10 @@ static_assert(kThreads == kConsumers + 128, "a whole warpgroup beside the consum
 #if defined(__CUDA_ARCH__) && FI_SM90A != defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "FI_SM90A: expected 1 for sm_90a, and 0 for all other targets"
 #endif
+// Whether warpgroups multiply tiles of 128 rows (fi_backend/core/kernel_choice.py).
+#if !defined(FI_WGMMA)
+#define FI_WGMMA 0
+#endif
 // Where registers can be moved between warpgroups, consumers take most of those of the others.
 inline constexpr bool kMovesRegisters = FI_SM90A;
 inline constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
@@ -73,9 +77,9 @@ struct Traits {
   static_assert(kWarpColumns % 16 == 0);
   // Tiles of 128 rows are multiplied by warpgroups (sm90/wide.cuh), those of fp8 caches once they have been
   // widened in shared memory (sm90/widened.cuh), for which heads wider than 128 leave no room.
-  static constexpr bool kWidens =
-      kMovesRegisters && !kInvariant && kFp8 && max_of(kHeadDim, kHeadDimV) <= 128;
-  static constexpr bool kWgmma = kMovesRegisters && !kInvariant && (!kFp8 || kWidens);
+  static constexpr bool kWgmma = FI_WGMMA, kWidens = kWgmma && kFp8;
+  static_assert(!kWgmma || (kMovesRegisters && !kInvariant));
+  static_assert(!kWidens || max_of(kHeadDim, kHeadDimV) <= 128);
   // Fragments of the queries stay in registers where the output leaves room for them.
   static constexpr bool kQInRegisters = kMovesRegisters && kHeadDim <= 128;
   // Otherwise wgmma reads them from shared memory, 64 rows as one operand (WideHeads).

@@ -40,7 +40,7 @@ class BatchAttention:
     spec: what is fixed for the layer. max_requests, max_tokens: of one step (query tokens of all requests
     together). max_kv_len: KV tokens of one request. device: where q and the caches live, "cpu" or "cuda:0".
     num_ctas: workers to balance over (default: OpenMP's threads, or one a multiprocessor). planned_queues,
-    costs, sharing: as for fi_backend.BatchAttention. variant: functors of the user, or the name of a
+    costs, sharing, kernel: as for fi_backend.BatchAttention. variant: functors of the user, or the name of a
     registered variant.
 
     Scratch memory is allocated here. Raises UnsupportedError when the spec cannot run on the device.
@@ -59,6 +59,7 @@ class BatchAttention:
         costs: CostModel | None = None,
         sharing: SharingLimits | None = None,
         variant: AttentionVariant | str | None = None,
+        kernel: str | None = None,
     ) -> None:
         self.variant = find_variant(variant)
         if reason := unsupported_reason(spec, str(device), self.variant):
@@ -75,14 +76,14 @@ class BatchAttention:
             num_ctas=self.num_ctas,
             costs=cost_model(spec, self.device, costs),
             planned_queues=planned_queues,
-            tiles=query_tiles(spec, self.device, self.variant, arch=self._place.arch),
+            tiles=query_tiles(spec, self.device, self.variant, arch=self._place.arch, kernel=kernel),
             sharing=sharing,
             variant=self.variant,
         )
         plain = (
-            kernels.attention_module(spec)
+            kernels.attention_module(spec, "cpu", self.variant, kernel)
             if isinstance(self._place, HostPlace)
-            else kernels.cuda_attention_module(spec, self._place.arch)
+            else kernels.cuda_attention_module(spec, self._place.arch, self.variant, kernel)
         )
         module = kernels.load_attention(kernels.with_variant(plain, self.variant), self.variant)
         self._place.prepare(module)

@@ -47,7 +47,8 @@ class BatchAttention:
     least workspace_size() bytes, contents arbitrary; layers that run one after another may share it
     (default: an own one). costs: the planner's cost model (default: that of the device). sharing: capacity
     for prefixes that several requests share (default: none). variant: functors of the user, or the name of a
-    registered variant; the first use compiles it.
+    registered variant; the first use compiles it. kernel: a name of fi_backend.core.kernel_choice's instead
+    of the best that can run the layer; ValueError where there is none, or it cannot.
 
     tally: what shared prefixes have saved, or None without sharing. All memory is allocated here, but the
     output when none is given. Raises UnsupportedError when the spec cannot run on the device.
@@ -68,6 +69,7 @@ class BatchAttention:
         costs: CostModel | None = None,
         sharing: SharingLimits | None = None,
         variant: AttentionVariant | str | None = None,
+        kernel: str | None = None,
     ) -> None:
         self.variant = find_variant(variant)
         if reason := support.unsupported_reason(spec, device, self.variant):
@@ -84,11 +86,11 @@ class BatchAttention:
             costs=support.cost_model(spec, self.device, costs),
             planned_queues=planned_queues,
             longest_first=longest_first,
-            tiles=support.query_tiles(spec, self.device, self.variant),
+            tiles=support.query_tiles(spec, self.device, self.variant, kernel=kernel),
             sharing=sharing,
             variant=self.variant,
         )
-        self._kernel = kernels.attention_key(spec, self.device, self.variant)
+        self._kernel = kernels.attention_key(spec, self.device, self.variant, kernel)
         self._variant = VariantArguments(self.variant, self.device) if self.variant else None
         self._capacity = torch.tensor(self.planner.capacity, dtype=torch.int64, device="cpu")
         self._plan_buffer = PlanBuffer(self.planner.layout.total, self.device)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fi_backend.core import jit
 from fi_backend.core.jit.arch import cuda_arch, device_kind, shared_kib
+from fi_backend.core.kernel_choice import CPU, SM90A, choose
 from fi_backend.core.shipped import build_options
 from fi_backend.core.spec import AttentionSpec
 from fi_backend.core.variant import AttentionVariant
@@ -25,10 +26,20 @@ OPS_MODULE = jit.ModuleSpec(
 )
 
 
-def attention_module(spec: AttentionSpec, device: str | torch.device = "cpu") -> jit.ModuleSpec:
-    """The module that runs `spec` on `device`; on CUDA one for each (spec, variant, architecture)."""
+def attention_module(
+    spec: AttentionSpec,
+    device: str | torch.device = "cpu",
+    variant: AttentionVariant | None = None,
+    kernel: str | None = None,
+) -> jit.ModuleSpec:
+    """The module that runs `spec` on `device`; on CUDA one for each (spec, variant, architecture).
+
+    variant: the one whose functors it will get (with_variant). kernel: a name of kernel_choice's instead of
+    the best one. Raises ValueError as kernel_choice.choose() does.
+    """
     if device_kind(device) == "cuda":
-        return cuda_attention_module(spec, cuda_arch(device))
+        return cuda_attention_module(spec, cuda_arch(device), variant, kernel)
+    choose(spec, CPU, variant, name=kernel)
     return jit.ModuleSpec(
         name=f"cpu_attention_{spec.dtype}_{spec.kv_dtype}",
         sources=("cpu/attention.cc", "cpu/attention_check.cc", "bind/cpu_attention.cc"),
@@ -37,12 +48,16 @@ def attention_module(spec: AttentionSpec, device: str | torch.device = "cpu") ->
     )
 
 
-def cuda_attention_module(spec: AttentionSpec, arch: str) -> jit.ModuleSpec:
-    """The CUDA module that runs `spec` on the target `arch`, such as "sm_90a"."""
+def cuda_attention_module(
+    spec: AttentionSpec, arch: str, variant: AttentionVariant | None = None, kernel: str | None = None
+) -> jit.ModuleSpec:
+    """The CUDA module that runs `spec` on the target `arch`, such as "sm_90a"; see attention_module()."""
+    chosen = choose(spec, arch, variant, name=kernel)
     # The plain kernel folds the scale into the exponent, which needs a positive one.
     transform = spec.alibi or spec.logits_soft_cap > 0 or spec.scale <= 0
     parts = [spec.dtype, spec.kv_dtype, f"{spec.head_dim}x{spec.head_dim_v}"]
     parts += ["transform"] * transform + ["mask"] * spec.custom_mask + ["invariant"] * spec.batch_invariant
+    parts += [chosen.name] * (chosen != choose(spec, arch))
     return jit.ModuleSpec(
         name="_".join(("cuda_attention", *parts)),
         sources=("sm80/attention.cu", "bind/cuda_attention.cc"),
@@ -55,7 +70,8 @@ def cuda_attention_module(spec: AttentionSpec, arch: str) -> jit.ModuleSpec:
             ("FI_LOGITS_TRANSFORM", str(int(transform))),
             ("FI_LOGITS_MASK", str(int(spec.custom_mask))),
             ("FI_SHARED_KIB", str(shared_kib(arch))),
-            ("FI_SM90A", str(int(arch == "sm_90a"))),
+            ("FI_SM90A", str(int(arch == SM90A))),
+            ("FI_WGMMA", str(int(chosen.wgmma))),
         ),
         arch=arch,
         recipe=build_options(spec),
@@ -85,12 +101,17 @@ _kernels: dict[str, Any] = {}
 _ready: set[tuple[str, torch.device]] = set()
 
 
-def attention_key(spec: AttentionSpec, device: torch.device, variant: AttentionVariant | None = None) -> str:
+def attention_key(
+    spec: AttentionSpec,
+    device: torch.device,
+    variant: AttentionVariant | None = None,
+    kernel: str | None = None,
+) -> str:
     """Build or load the module for `spec` and return the name that function() knows it by.
 
     Raises BuildError; where a variant does not compile, with the lines of its bodies.
     """
-    module = with_variant(attention_module(spec, device), variant)
+    module = with_variant(attention_module(spec, device, variant, kernel), variant)
     key = f"{module.name}@{module.arch}"
     if variant is not None:
         key += f"@{digest(module)}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fi_backend.core.jit.arch import cuda_arch, device_kind
+from fi_backend.core.kernel_choice import CPU, choose
 from fi_backend.core.planner import CostModel
 from fi_backend.core.spec import FP8_DTYPES, AttentionSpec
 from fi_backend.core.variant import AttentionVariant
@@ -43,22 +44,16 @@ def query_tiles(
     variant: AttentionVariant | None = None,
     *,
     arch: str | None = None,
+    kernel: str | None = None,
 ) -> tuple[int, int]:
     """Return the least and the greatest query tile that the kernels of `device` have for `spec`.
 
-    arch: the device's target, such as "sm_90a"; by default torch is asked, if heads are wide.
+    arch: the device's target, such as "sm_90a"; by default torch is asked. kernel: a name of kernel_choice's
+    instead of the best one. Raises ValueError as kernel_choice.choose() does.
     """
     if device_kind(device) == "cpu":
-        return 1, 128
-    if max(spec.head_dim, spec.head_dim_v) <= 128:
-        return 16, 128
-    # Warps hold 128 columns of a row, on sm_90a whatever the width of its keys; wgmma holds 256 (Traits of
-    # csrc/sm80/traits.cuh).
-    if (arch or cuda_arch(device)) != "sm_90a":
-        return 16, 64
-    transforms = variant is not None and (variant.key_transform, variant.value_transform) != (None, None)
-    multiplies = spec.kv_dtype == spec.dtype and not spec.batch_invariant and not transforms
-    return 16, 128 if spec.head_dim_v <= 128 or multiplies else 64
+        return choose(spec, CPU, variant, name=kernel).tiles
+    return choose(spec, arch or cuda_arch(device), variant, name=kernel).tiles
 
 
 def cost_model(spec: AttentionSpec, device: torch.device | str, costs: CostModel | None) -> CostModel:

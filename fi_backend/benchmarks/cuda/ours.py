@@ -28,13 +28,17 @@ class Prepared(NamedTuple):
 
 
 def prepare_ours(
-    problem: Problem, variant: str = "", variant_args: Mapping[str, Any] | None = None
+    problem: Problem,
+    variant: str = "",
+    variant_args: Mapping[str, Any] | None = None,
+    *,
+    kernel: str | None = None,
 ) -> Prepared:
     """Plan the step of `problem` on the host.
 
     variant: one of VARIANTS, a registered variant of attention with its variant_args, or anything else for
     the usual way. Requests that share pages are planned with the prefixes that the block table shows, as far
-    as the planner expects them to pay; "flat" without.
+    as the planner expects them to pay; "flat" without. kernel: as for BatchAttention.
     """
     spec = problem.spec
     if variant == NOT_INVARIANT:
@@ -50,6 +54,7 @@ def prepare_ours(
         planned_queues=variant == QUEUES,
         sharing=SharingLimits.for_limits(lens.shape[0], tokens) if shares else None,
         variant=None if variant_args is None else variant,
+        kernel=kernel,
     )
     layers = problem.layers
     if variant == RAGGED:

@@ -69,7 +69,7 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t low, int stride) {
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56," \
   "%57,%58,%59,%60,%61,%62,%63"
 // A0 .. A3, descriptor, scale-d and transpose are operands R, R + 1, .. R + 6.
-#define FI_WGMMA(n, r, type, a0, a1, a2, a3, b, s, t)                                             \
+#define FI_WGMMA_FRAGMENTS(n, r, type, a0, a1, a2, a3, b, s, t)                                   \
   asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %" #s                                          \
                ", 0;\n"                                                                           \
                " wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FI_NAMES_##r \
@@ -85,14 +85,14 @@ __device__ __forceinline__ void wgmma_m64k16(float (*d)[4], const uint32_t (&a)[
                                              int accumulate) {
   constexpr bool kBf16 = __is_same(T, __nv_bfloat16);
   static_assert(kN == 2 || kN == 4 || kN == 8 || kN == 16);
-  if constexpr (kN == 2 && kBf16) FI_WGMMA(16, 8, "bf16", 8, 9, 10, 11, 12, 13, 14);
-  if constexpr (kN == 4 && kBf16) FI_WGMMA(32, 16, "bf16", 16, 17, 18, 19, 20, 21, 22);
-  if constexpr (kN == 8 && kBf16) FI_WGMMA(64, 32, "bf16", 32, 33, 34, 35, 36, 37, 38);
-  if constexpr (kN == 16 && kBf16) FI_WGMMA(128, 64, "bf16", 64, 65, 66, 67, 68, 69, 70);
-  if constexpr (kN == 2 && !kBf16) FI_WGMMA(16, 8, "f16", 8, 9, 10, 11, 12, 13, 14);
-  if constexpr (kN == 4 && !kBf16) FI_WGMMA(32, 16, "f16", 16, 17, 18, 19, 20, 21, 22);
-  if constexpr (kN == 8 && !kBf16) FI_WGMMA(64, 32, "f16", 32, 33, 34, 35, 36, 37, 38);
-  if constexpr (kN == 16 && !kBf16) FI_WGMMA(128, 64, "f16", 64, 65, 66, 67, 68, 69, 70);
+  if constexpr (kN == 2 && kBf16) FI_WGMMA_FRAGMENTS(16, 8, "bf16", 8, 9, 10, 11, 12, 13, 14);
+  if constexpr (kN == 4 && kBf16) FI_WGMMA_FRAGMENTS(32, 16, "bf16", 16, 17, 18, 19, 20, 21, 22);
+  if constexpr (kN == 8 && kBf16) FI_WGMMA_FRAGMENTS(64, 32, "bf16", 32, 33, 34, 35, 36, 37, 38);
+  if constexpr (kN == 16 && kBf16) FI_WGMMA_FRAGMENTS(128, 64, "bf16", 64, 65, 66, 67, 68, 69, 70);
+  if constexpr (kN == 2 && !kBf16) FI_WGMMA_FRAGMENTS(16, 8, "f16", 8, 9, 10, 11, 12, 13, 14);
+  if constexpr (kN == 4 && !kBf16) FI_WGMMA_FRAGMENTS(32, 16, "f16", 16, 17, 18, 19, 20, 21, 22);
+  if constexpr (kN == 8 && !kBf16) FI_WGMMA_FRAGMENTS(64, 32, "f16", 32, 33, 34, 35, 36, 37, 38);
+  if constexpr (kN == 16 && !kBf16) FI_WGMMA_FRAGMENTS(128, 64, "f16", 64, 65, 66, 67, 68, 69, 70);
 }
 
 // Both descriptors and scale-d are operands A, B and S.
@@ -117,7 +117,7 @@ __device__ __forceinline__ void wgmma_m64k16(float (*d)[4], uint64_t a_matrix, u
 }
 
 #undef FI_WGMMA_SHARED
-#undef FI_WGMMA
+#undef FI_WGMMA_FRAGMENTS
 #undef FI_NAMES_64
 #undef FI_NAMES_32
 #undef FI_NAMES_16

@@ -27,7 +27,7 @@ static_assert(kThreads == kConsumers + 128, "a whole warpgroup beside the consum
 #endif
 // Whether warpgroups multiply tiles of 128 rows (fi_backend/core/kernel_choice.py).
 #if !defined(FI_WGMMA)
-#define FI_WGMMA 0
+#error "FI_WGMMA: expected 0 or 1"
 #endif
 // Where registers can be moved between warpgroups, consumers take most of those of the others.
 inline constexpr bool kMovesRegisters = FI_SM90A;

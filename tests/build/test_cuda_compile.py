@@ -86,6 +86,13 @@ def test_no_kernel_spills_much(built: dict[jit.ModuleSpec, Path]) -> None:
     assert over == []
 
 
+def test_products_stay_what_they_are(built: dict[jit.ModuleSpec, Path]) -> None:
+    """No macro is defined twice, which took wgmma out of a module unseen, and ptxas serialises no wgmma."""
+    log = "".join((library.parent / "build.log").read_text() for library in built.values())
+    found = [line for line in log.splitlines() if "redefined" in line or "Performance Loss" in line]
+    assert found == []
+
+
 def test_every_module_loads_without_a_gpu(built: dict[jit.ModuleSpec, Path]) -> None:
     for module in built:
         functions = jit.load(module)

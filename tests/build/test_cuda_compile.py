@@ -58,16 +58,16 @@ def with_boxes(spec: AttentionSpec) -> jit.ModuleSpec:
     return replace(gathers, name=f"{gathers.name}_boxes", defines=(*gathers.defines, ("FI_TMA", "1")))
 
 
+def report(library: Path) -> str:
+    """What the compiler said of a module: a run builds many, and the folder in a command tells whose it was."""
+    log = (library.parent / "build.log").read_text()
+    steps = re.split(r"^\[\d+/\d+\] ", log, flags=re.MULTILINE)
+    return "".join(step for step in steps if _folder(step) == library.parent.name)
+
+
 def spills(library: Path) -> list[int]:
     """The bytes that each kernel of a module stores to local memory, as ptxas reported them."""
-    log = (library.parent / "build.log").read_text()
-    # A run builds many modules; the folder in a command's output tells whose report follows.
-    own = [
-        step
-        for step in re.split(r"^\[\d+/\d+\] ", log, flags=re.MULTILINE)
-        if _folder(step) == library.parent.name
-    ]
-    return [int(n) for step in own for n in re.findall(r"(\d+) bytes spill stores", step)]
+    return [int(n) for n in re.findall(r"(\d+) bytes spill stores", report(library))]
 
 
 def _folder(step: str) -> str | None:
@@ -88,8 +88,8 @@ def test_no_kernel_spills_much(built: dict[jit.ModuleSpec, Path]) -> None:
 
 def test_products_stay_what_they_are(built: dict[jit.ModuleSpec, Path]) -> None:
     """No macro is defined twice, which took wgmma out of a module unseen, and ptxas serialises no wgmma."""
-    log = "".join((library.parent / "build.log").read_text() for library in built.values())
-    found = [line for line in log.splitlines() if "redefined" in line or "Performance Loss" in line]
+    lines = "".join(map(report, built.values())).splitlines()
+    found = [line for line in lines if "redefined" in line or "Performance Loss" in line]
     assert found == []
 
 

@@ -59,7 +59,7 @@ def with_boxes(spec: AttentionSpec) -> jit.ModuleSpec:
 
 
 def report(library: Path) -> str:
-    """What the compiler said of a module: a run builds many, and the folder in a command tells whose it was."""
+    """What the compiler said of a module, by the folder in its commands: a run builds many."""
     log = (library.parent / "build.log").read_text()
     steps = re.split(r"^\[\d+/\d+\] ", log, flags=re.MULTILINE)
     return "".join(step for step in steps if _folder(step) == library.parent.name)

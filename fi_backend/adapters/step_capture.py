@@ -39,12 +39,13 @@ class StepCapture:
         if self._answered >= counters().wanted_steps or not may_wait(qo_indptr):
             return
         self._answered += 1
+        number = self._answered
         if self._plan is None:
             self._plan = next(_plans)
         try:
             self._save(attention, qo_indptr[: requests + 1], _first(table, requests))
         except Exception as error:  # noqa: BLE001 - a full disk, a table that is being written, no memory
-            self._log.warning("step %d was not saved: %r", self._answered, error)
+            self._log.warning("step %d was not saved: %r", number, error)
 
     def _save(self, attention: BatchAttention, qo_indptr: Tensor, table: PageTable) -> None:
         assert self._plan is not None
@@ -61,8 +62,13 @@ class StepCapture:
         path = step_file(folder_of, self._answered, self._plan)
         # Renamed into place when complete, so that nobody draws half a step.
         temporary = path.with_suffix(".new")
-        save_step(temporary, step)
-        temporary.replace(path)
+        try:
+            save_step(temporary, step)
+            temporary.replace(path)
+        except OSError:
+            self._answered = counters().wanted_steps  # the others would not fit either
+            temporary.unlink(missing_ok=True)
+            raise
         counters().add(STEP_FILES)
         self._log.info("saved a step: fi-backend explain --step %s", path)
 

@@ -114,7 +114,7 @@ def _compile(chosen: Sequence[Case], device: torch.device) -> None:
 
     modules = common(arch="cpu" if device.type == "cpu" else cuda_arch(device))
     for case in chosen:
-        module = attention_module(case.spec, device)
-        modules += [module, *(with_variant(module, find_variant(n)) for n in case.variants if n in ORACLES)]
+        for variant in (None, *(find_variant(name) for name in case.variants if name in ORACLES)):
+            modules.append(with_variant(attention_module(case.spec, device, variant), variant))
     with suppress(BuildError):
         jit.build_all(list(dict.fromkeys(modules)))

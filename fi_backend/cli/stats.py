@@ -70,9 +70,7 @@ def stats(
 def _capture(folder: Path, steps: int, as_json: bool) -> None:
     from fi_backend.core.counters import ask_for_steps
 
-    if steps < 1:
-        raise InputError(f"--capture: expected 1 step or more; got {steps}")
-    with user_input():
+    with user_input(count="--capture"):
         asked = ask_for_steps(folder, steps)
     if as_json:
         print_json({"asked": [_asked(each, folder) for each in asked]})
@@ -85,6 +83,7 @@ def _capture(folder: Path, steps: int, as_json: bool) -> None:
             f"process {each.stats.pid} ({each.stats.engine}) saves step {each.numbers[0]}{last} as it plans: "
             f"{folder / each.files}",
             soft_wrap=True,
+            markup=False,
         )
     console().print("draw one: fi-backend explain --step FILE, with --prefix what its requests share")
 
@@ -115,6 +114,7 @@ def _escaped(value: str) -> str:
 
 
 def _print_table(found: list[ProcessStats], summed: ProcessStats) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     columns = [field.name for field in fields(summed) if field.name in _ALWAYS or getattr(summed, field.name)]
@@ -124,7 +124,7 @@ def _print_table(found: list[ProcessStats], summed: ProcessStats) -> None:
         justify = "left" if name in ("pid", "engine", "host") else "right"
         table.add_column(name.replace("_", " "), footer=value, justify=justify)  # type: ignore[arg-type]
     for each in found:
-        table.add_row(*(str(getattr(each, name)) for name in columns))
+        table.add_row(*(escape(str(getattr(each, name))) for name in columns))
     if not found:
         console().print("no process has written counters there")
         return

@@ -9,6 +9,7 @@ keeps containers apart that share the folder and, each with a numbering of its o
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import struct
@@ -25,6 +26,10 @@ _WORD: Final = struct.Struct("Q")
 _SIZE: Final = 192
 _COUNTS_AT: Final = _HEADER.size
 _NAMES: Final = ".builds"
+# A typing error of --capture must not fill the disk of the machine that serves.
+MOST_STEPS: Final = 1000
+
+_log = logging.getLogger(__name__)
 
 STEPS, PLANS, CALLS, TOKENS, APPENDED, LAYERS, REPLAYED, CAPTURED = range(8)
 SHARED_PLANS, PREFIX_NODES, KV_TOKENS_SAVED, KV_BYTES_SAVED = range(8, 12)
@@ -118,10 +123,22 @@ _current: Counters | None = None
 
 
 def counters() -> Counters:
-    """Return the counters of this process, made on the first call."""
+    """Return the counters of this process, made on the first call.
+
+    Where the folder cannot be written the log says so, and the process counts for itself: serving goes on.
+    """
     global _current
     if _current is None:
-        _current = Counters(env.stats_dir())
+        folder = env.stats_dir()
+        try:
+            _current = Counters(folder)
+        except OSError as error:
+            _log.warning(
+                "%s: expected a folder that can be written; got %s (%s). `fi-backend stats` will not show this "
+                "process; name another folder and start it again.",
+                *(env.STATS_DIR.name, folder, error.strerror),
+            )
+            _current = Counters()
     return _current
 
 
@@ -140,7 +157,7 @@ def read_builds(folder: Path) -> list[str]:
     compile, process by process in the order of their files' names.
     """
     files = sorted(folder.glob(f"*{_NAMES}"))
-    return [name for path in files for name in path.read_text().splitlines()]
+    return [name for path in files for name in path.read_text(errors="replace").splitlines()]
 
 
 @dataclass(frozen=True)
@@ -158,10 +175,12 @@ class AskedProcess:
 def ask_for_steps(folder: Path, count: int) -> list[AskedProcess]:
     """Ask the processes that count in `folder` to save the next `count` steps of each of their plans there.
 
-    They see it at their next plan, in the file of their counters. Returns those asked: none that has ended,
-    and none without attention layers. Raises ValueError naming a foreign file, OSError for one that cannot be
-    written.
+    count: 1 to MOST_STEPS. They see it at their next plan, in the file of their counters. Returns those asked:
+    none that has ended, and none without attention layers. Raises ValueError for another count and naming a
+    foreign file, OSError for one that cannot be written.
     """
+    if not 1 <= count <= MOST_STEPS:
+        raise ValueError(f"count: expected 1 to {MOST_STEPS} steps; got {count}")
     asked = []
     for path in sorted(folder.glob("*.stats")):
         stats = _read(path)
@@ -191,7 +210,7 @@ def _has_ended(stats: ProcessStats) -> bool:
         return False
     try:
         os.kill(stats.pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # no process has a number that large
         return True
     except PermissionError:
         pass

@@ -24,8 +24,13 @@ BATCHES = {
 @pytest.fixture(scope="module", autouse=True)
 def modules() -> None:
     """Compile them side by side."""
-    module = emulator_modules.attention_module(AttentionSpec(4, 2, 64), ARCH)
-    jit.build_all([kernels.with_variant(module, find_variant(name)) for name in NAMES])
+    spec = AttentionSpec(4, 2, 64)
+    jit.build_all(
+        [
+            kernels.with_variant(emulator_modules.attention_module(spec, ARCH, variant=variant), variant)
+            for variant in map(find_variant, NAMES)
+        ]
+    )
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from fi_backend import env
 from fi_backend.cli import stats as stats_module
 from fi_backend.cli.main import app
-from fi_backend.core.counters import ProcessStats
+from fi_backend.core.counters import LAYERS, Counters, ProcessStats
 
 RUN = CliRunner()
 _PROGRAM = """
@@ -103,3 +103,22 @@ def test_labels_are_escaped(engine: str) -> None:
     text = stats_module.prometheus_text([ProcessStats(7, engine, *([1] * 6), host=engine)])
     escaped = engine.replace("\\", "\\\\").replace('"', '\\"')
     assert f'fi_backend_tokens_total{{host="{escaped}",pid="7",engine="{escaped}"}} 1' in text
+
+
+@pytest.mark.parametrize("count", [0, 10**30])
+def test_so_many_steps_are_not_saved(tmp_path: Path, count: int) -> None:
+    write(tmp_path, 12)
+    result = RUN.invoke(app, ["stats", str(tmp_path), "--capture", str(count)])
+    assert result.exit_code == 2
+    assert f"--capture: expected 1 to 1000 steps; got {count}" in " ".join(result.stderr.split())
+
+
+def test_folders_and_engines_are_shown_as_they_are(tmp_path: Path) -> None:
+    """Square brackets are markup for the terminal."""
+    folder = tmp_path / "[red]"
+    folder.mkdir()
+    counts = Counters(folder)
+    counts.add(LAYERS)
+    counts.name_engine("vllm [/x]")
+    assert "vllm [/x]" in RUN.invoke(app, ["stats", str(folder)], env={"COLUMNS": "160"}).stdout
+    assert str(folder) in RUN.invoke(app, ["stats", str(folder), "--capture", "1"]).stdout

@@ -16,7 +16,20 @@ from types import SimpleNamespace
 import pytest
 
 from fi_backend import env
-from fi_backend.core.counters import CALLS, LAYERS, STEPS, TOKENS, Counters, read_stats, total
+from fi_backend.core import counters as counters_module
+from fi_backend.core.counters import (
+    CALLS,
+    LAYERS,
+    MOST_STEPS,
+    STEPS,
+    TOKENS,
+    Counters,
+    ask_for_steps,
+    counters,
+    read_builds,
+    read_stats,
+    total,
+)
 
 CHILD = """
 import sys
@@ -103,6 +116,40 @@ def test_a_foreign_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "1.stats").write_text("something else")
     with pytest.raises(ValueError, match=r"1\.stats: expected 192 bytes"):
         read_stats(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_stops_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk is full or read-only when the engine starts a worker: it serves all the same, and says so."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(counters_module, "_current", None)
+    monkeypatch.setattr(env, "stats_dir", lambda: tmp_path / "file" / "folder")
+    counters().add(CALLS, 3)
+    counters().build(["module"])
+    assert (counters().path, counters().snapshot().attention_calls) == (None, 3)
+    [warning] = caplog.messages
+    assert warning.startswith("FI_BACKEND_STATS_DIR: expected a folder that can be written; got ")
+
+
+def test_steps_are_asked_of_living_processes(tmp_path: Path) -> None:
+    mine = Counters(tmp_path)
+    mine.add(LAYERS)
+    assert mine.path is not None
+    header = bytearray(mine.path.read_bytes())
+    header[8:16] = (2**63).to_bytes(8, sys.byteorder)  # no such process: a file that was written over
+    mine.path.with_name(f"{os.uname().nodename}.7.stats").write_bytes(header)
+    assert [each.stats.pid for each in ask_for_steps(tmp_path, MOST_STEPS)] == [os.getpid()]
+    assert mine.wanted_steps == MOST_STEPS
+    for count in (0, MOST_STEPS + 1, 10**30):
+        with pytest.raises(ValueError, match=rf"^count: expected 1 to {MOST_STEPS} steps; got {count}$"):
+            ask_for_steps(tmp_path, count)
+    assert mine.wanted_steps == MOST_STEPS
+
+
+def test_names_of_modules_are_read_whatever_their_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.1.builds").write_bytes(b"\xff\nmodule\n")
+    assert read_builds(tmp_path)[1] == "module"
 
 
 def test_a_forked_child_counts_for_itself(tmp_path: Path) -> None:

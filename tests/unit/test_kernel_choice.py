@@ -40,9 +40,7 @@ FP8 = {"kv_dtype": "float8_e4m3fn"}
         ("cpu", {"head_dim": 256}, "cpu", 128),
     ],
 )
-def test_best_kernel_and_its_tiles(
-    arch: str, heads: dict[str, Any], kernel: str, tallest: int
-) -> None:
+def test_best_kernel_and_its_tiles(arch: str, heads: dict[str, Any], kernel: str, tallest: int) -> None:
     spec = AttentionSpec(8, 2, **heads)
     for variant in (None, COLD):
         found = choose(spec, arch, variant)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,32 @@ def test_what_cannot_be_saved_stops_nothing(
     [path] = files(tmp_path)
     assert ".step2." in path.name
     assert list(tmp_path.glob("*.new")) == []
+
+
+def test_a_full_disk_is_told_once(
+    config: Any,
+    counts: Counters,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(path: Path, _step: Any) -> None:
+        path.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    make_layer(config, "layer")
+    builder = make_builder(config, ["layer"])
+    ask_for_steps(tmp_path, 500)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger=LOG):
+        patch.setattr(step_capture, "save_step", full)
+        for _ in range(3):
+            builder.build(0, make_common([1, 1], [20, 40]))
+    [warning] = [message for message in caplog.messages if "step" in message]
+    assert warning.startswith("step 1 was not saved: OSError(28")
+    assert list(tmp_path.glob("*.step*")) == []
+    ask_for_steps(tmp_path, 1)
+    builder.build(0, make_common([1, 1], [20, 40]))
+    assert len(files(tmp_path)) == 1, "saved again once someone asks again"
 
 
 def test_without_a_folder_nobody_can_ask(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,8 +134,8 @@ def counters() -> Counters:
             _current = Counters(folder)
         except OSError as error:
             _log.warning(
-                "%s: expected a folder that can be written; got %s (%s). `fi-backend stats` will not show this "
-                "process; name another folder and start it again.",
+                "%s: expected a folder that can be written; got %s (%s). `fi-backend stats` will not show "
+                "this process; name another folder and start it again.",
                 *(env.STATS_DIR.name, folder, error.strerror),
             )
             _current = Counters()
@@ -175,9 +175,9 @@ class AskedProcess:
 def ask_for_steps(folder: Path, count: int) -> list[AskedProcess]:
     """Ask the processes that count in `folder` to save the next `count` steps of each of their plans there.
 
-    count: 1 to MOST_STEPS. They see it at their next plan, in the file of their counters. Returns those asked:
-    none that has ended, and none without attention layers. Raises ValueError for another count and naming a
-    foreign file, OSError for one that cannot be written.
+    count: 1 to MOST_STEPS. They see it at their next plan, in the file of their counters. Returns those
+    asked: none that has ended, and none without attention layers. Raises ValueError for another count and
+    naming a foreign file, OSError for one that cannot be written.
     """
     if not 1 <= count <= MOST_STEPS:
         raise ValueError(f"count: expected 1 to {MOST_STEPS} steps; got {count}")

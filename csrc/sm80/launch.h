@@ -36,8 +36,8 @@ struct LaunchConstants {
 #endif
 };
 
-// item: bytes of an element of the caches.
-inline LaunchConstants launch_constants(const AttentionParams& p, int64_t item) {
+// item: bytes of an element of the caches. tile: keys of a tile.
+inline LaunchConstants launch_constants(const AttentionParams& p, int64_t item, [[maybe_unused]] int tile) {
   LaunchConstants c{};
   c.group = FastDivide(p.group);
   c.page_size = FastDivide(p.level.page_size);
@@ -60,8 +60,9 @@ inline LaunchConstants launch_constants(const AttentionParams& p, int64_t item) 
   const sm90::Cache v{p.v,          p.level.num_pages, p.level.page_size, p.num_kv_heads,
                       p.head_dim_v, c.v_page_bytes,    c.v_token_bytes,   c.v_head_bytes,
                       int(item)};
-  c.box_keys =
-      p.level.indices && p.level.last_page_size == p.level.page_size ? sm90::box_keys(p.level.page_size) : 0;
+  c.box_keys = p.level.indices && p.level.last_page_size == p.level.page_size
+                   ? sm90::box_keys(p.level.page_size, tile)
+                   : 0;
   c.k_heads_first = sm90::heads_first(k);
   c.v_heads_first = sm90::heads_first(v);
   if (c.box_keys && !(sm90::make_map(k, c.box_keys, c.k_map) && sm90::make_map(v, c.box_keys, c.v_map)))

@@ -10,7 +10,6 @@
 
 namespace fi::sm90 {
 
-inline constexpr int kBoxKeys = 64;  // at most, those of a tile
 inline constexpr int kBoxBytes = 128;
 
 // One cache [pages, page_size, heads, dim] with any strides, in bytes.
@@ -21,10 +20,11 @@ struct Cache {
   int item;  // bytes of an element
 };
 
-// Keys of a page that one box holds, or 0 where pages do not make up tiles.
-inline int box_keys(int64_t page_size) {
-  if (page_size % 8 != 0 || (kBoxKeys % page_size != 0 && page_size % kBoxKeys != 0)) return 0;
-  return int(std::min<int64_t>(page_size, kBoxKeys));
+// Keys of a page that one box holds, those of a tile of `tile` keys at most, or 0 where pages do not make up
+// tiles.
+inline int box_keys(int64_t page_size, int tile) {
+  if (page_size % 8 != 0 || (tile % page_size != 0 && page_size % tile != 0)) return 0;
+  return int(std::min<int64_t>(page_size, tile));
 }
 
 // Whether the heads lie closer together than the tokens: the order of the map's dimensions.

@@ -35,6 +35,8 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "wgmma": ("sm_90a", {"head_dim": 64}),
     "unmeasured": ("sm_90a", {"head_dim": 64}),
     "unmeasured, copy engine": ("sm_90a", {"head_dim": 80}),
+    # Tiles of 32 keys, of which a page holds several.
+    "unmeasured, heads of 256, copy engine": ("sm_90a", {"head_dim": 256, "page_size": 64}),
     "unmeasured, fp8": ("sm_80", {"head_dim": 64, "dtype": "float16", "kv_dtype": "float8_e5m2"}),
     "mma": ("sm_80", {"head_dim": 64, "dtype": "float16"}),
     "little shared memory": ("sm_86", {"head_dim": 128}),

@@ -93,8 +93,8 @@ def serve(
     )
     cpu = options.runs_on_cpu(device)
     names = [name.strip() for text in backend or ["fi"] for name in text.split(",") if name.strip()]
-    if len(set(names)) < len(names):
-        raise InputError(f"--backend: expected each back end once; got {', '.join(names)}")
+    if not names or len(set(names)) < len(names):
+        raise InputError(f"--backend: expected each back end once; got {', '.join(names) or 'none'}")
     status = _run(
         engine=engine,
         model=model or ("dummy:tiny" if cpu else "dummy:8b"),
@@ -140,39 +140,41 @@ def _run(
         asked = parse_workload(workload, max_len=max_len)
     options.output_folder(out)
     status = 0
-    with interruptible(), tempfile.TemporaryDirectory(prefix="fi-serve-") as made, ServeView() as view:
-        with user_input(model="--model"):
-            served = prepare_model(model, Path(made))
-        session = Session(
-            kind=ENGINES[engine],
-            model=served,
-            workload=asked,
-            settings=settings,
-            folder=out,
-            max_len=max_len,
-            cpu=cpu,
-            arguments=arguments,
-            watcher=view,
-            examine=balance_of(served, cpu=cpu, num_ctas=ctas),
-            kv_element_bytes=options.kv_element_bytes(arguments),
-        )
-        record = _record(engine, served, workload, settings, max_len, arguments, cpu)
-        entries: dict[str, Any] = {}
+    record: dict[str, Any] = {"backends": []}
+    entries: dict[str, Any] = {}
 
-        def keep(entry: Mapping[str, Any]) -> None:
-            entries[entry["name"]] = entry
-            record["backends"] = list(entries.values())
-            write_record(out, record)
-            write_whole(out / "report.html", render([record]))
+    def keep(entry: Mapping[str, Any]) -> None:
+        entries[entry["name"]] = entry
+        record["backends"] = list(entries.values())
+        write_record(out, record)
+        write_whole(out / "report.html", render([record]))
 
-        try:
+    try:
+        with interruptible(), tempfile.TemporaryDirectory(prefix="fi-serve-") as made, ServeView() as view:
+            with user_input(model="--model"):
+                served = prepare_model(model, Path(made))
+            session = Session(
+                kind=ENGINES[engine],
+                model=served,
+                workload=asked,
+                settings=settings,
+                folder=out,
+                max_len=max_len,
+                cpu=cpu,
+                arguments=arguments,
+                watcher=view,
+                examine=balance_of(served, cpu=cpu, num_ctas=ctas),
+                kv_element_bytes=options.kv_element_bytes(arguments),
+            )
+            record = _record(engine, served, workload, settings, max_len, arguments, cpu)
             for each in chosen:
                 session.measure(each, keep)
-        except Interrupted as stop:
-            status = stop.exit_code
+    except Interrupted as stop:
+        status = stop.exit_code
     for entry in record["backends"]:
         _print_result(entry)
-    console().print(f"report: {out / 'report.html'}", soft_wrap=True)
+    if entries:
+        console().print(f"report: {out / 'report.html'}", soft_wrap=True, markup=False)
     failed = any(
         entry["failed"] or any(row["errors"] for row in entry["points"]) for entry in record["backends"]
     )
@@ -212,9 +214,11 @@ def _record(
 
 
 def _print_result(entry: Mapping[str, Any]) -> None:
-    name = entry["name"]
+    from rich.markup import escape
+
+    name = escape(entry["name"])
     if entry["failed"]:
-        console().print(f"[red]{name} failed:[/red] {entry['failed'][:3000]}", soft_wrap=True)
+        console().print(f"[red]{name} failed:[/red] {escape(entry['failed'][:3000])}", soft_wrap=True)
         return
     found = entry["sustained"] or {}
     rate, lost = found.get("rate"), found.get("failed")
@@ -243,5 +247,10 @@ def report(
 
     with user_input():
         found = merge([Source(path, read_record(path)) for path in records])
+    try:
         out.write_text(render(found))
-    console().print(f"report: {out}", soft_wrap=True)
+    except OSError as error:
+        raise InputError(
+            f"--out: expected a file that can be written; got {out} ({error.strerror})"
+        ) from error
+    console().print(f"report: {out}", soft_wrap=True, markup=False)

@@ -96,9 +96,11 @@ def device_ctas(cpu: bool) -> int:
 
 
 def output_folder(path: Path) -> Path:
-    """Return the folder, made if need be; InputError where it holds a record already or cannot be made."""
-    if (path / "record.json").exists():
-        raise InputError(f"--out: expected a new or empty folder; {path} holds a record already")
+    """Return the folder, made if need be; InputError where a run left something or it cannot be made."""
+    # Requests and counters of a run that was killed before its record would be taken for those of this one.
+    for name, meaning in (("record.json", "a record"), ("requests.jsonl", "requests"), ("stats", "counters")):
+        if (path / name).exists():
+            raise InputError(f"--out: expected a new or empty folder; {path} holds {meaning} already")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

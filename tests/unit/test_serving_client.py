@@ -77,6 +77,27 @@ def test_a_failure_is_an_outcome(tmp_path: Path, name: str, change: dict[str, in
     assert not outcome.finished
 
 
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_an_event_of_another_protocol_is_an_error(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample that nobody asked for ends the reading; it must not pass for one on its way."""
+    protocol = PROTOCOLS[name]
+    original = protocol.read
+
+    def more(outcome: Outcome, event: Mapping[str, Any], now: float) -> None:
+        events = (
+            {"choices": [{"index": 7, "token_ids": [1]}]},
+            {"index": 7, "meta_info": {"completion_tokens": 1}},
+        )
+        original(outcome, events[name == "sglang"], now)
+
+    monkeypatch.setattr(protocol, "read", more)
+    [outcome] = load(tmp_path, protocol, [Request([5], 4)]).outcomes
+    assert outcome.error is not None
+    assert outcome.error.startswith(f"expected events of {protocol.path}; got one that is none: IndexError")
+
+
 def test_no_server_is_an_outcome() -> None:
     [outcome] = run_load("http://127.0.0.1:9", PROTOCOLS["vllm"], "m", [Request([1], 4)]).outcomes
     assert outcome.error is not None

@@ -14,6 +14,7 @@ from aiohttp import web
 from serving_bench import bench
 from serving_fake import FakeServer
 
+from fi_backend.benchmarks.serving import model
 from fi_backend.benchmarks.serving.records import read_record
 from fi_backend.cli.serve_interrupt import Interrupted, interruptible
 
@@ -70,6 +71,21 @@ def test_an_interrupted_run_has_its_report(
     assert len(reports) == 1
     assert reports[0].count("<circle") == page.count("<circle") > 0
     assert signal.getsignal(number) == before
+
+
+def test_a_signal_before_the_engine_starts_is_an_end_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """While the model is made: there is no record yet, and nothing is called a report."""
+
+    def prepare(_model: str, _folder: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(model, "prepare_model", prepare)
+    result = bench(monkeypatch, tmp_path / "out", "--backend", "fi", "--rates", "20")
+    assert result.exit_code == 143
+    assert "report" not in result.stdout
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_second_signal_does_not_disturb_the_end() -> None:

@@ -13,10 +13,12 @@ from typer.testing import CliRunner
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 from serving_bench import bench
+from serving_fake import FakeServer
 
 from fi_backend.benchmarks.serving import engines, records, session
 from fi_backend.benchmarks.serving.client import LoadRun
 from fi_backend.benchmarks.serving.protocols import Outcome, Request
+from fi_backend.benchmarks.serving.server import ServerError
 from fi_backend.cli import serve_options
 from fi_backend.cli.main import app
 
@@ -167,6 +169,32 @@ def test_a_folder_with_a_record_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert result.exit_code == 2
     assert "holds a record already" in result.stderr
     assert (tmp_path / "record.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("left", "words"), [("requests.jsonl", "holds requests already"), ("stats/fi", "holds counters already")]
+)
+def test_what_a_killed_run_left_is_not_taken_for_this_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: str, words: str
+) -> None:
+    """Old counters would show that fi served, old requests would be pooled; a record may be missing."""
+    (tmp_path / left).mkdir(parents=True)
+    result = bench(monkeypatch, tmp_path, "--rates", "9")
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
+
+
+def test_brackets_of_a_log_are_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Markup for the terminal otherwise, and an end of what was never begun raised an error."""
+
+    class Broken(FakeServer):
+        def __enter__(self) -> FakeServer:
+            raise ServerError("it ended with status 1\n[/usr/lib/a.so] [rank0] lost")
+
+    result = bench(monkeypatch, tmp_path, "--rates", "9", server=Broken)
+    assert result.exit_code == 1
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert "[/usr/lib/a.so] [rank0] lost" in result.stdout
 
 
 @pytest.mark.parametrize("module", ["vllm", "aiohttp"])

@@ -95,8 +95,12 @@ async def _run(
             for body, request, outcome in zip(bodies, requests, run.outcomes, strict=True)
         ]
         watcher = asyncio.create_task(_watch(run, requests, tasks, start, give_up, watch))
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
         run.seconds = time.perf_counter() - start
+        for outcome, end in zip(run.outcomes, ends, strict=True):
+            # An event that is none of the protocol's: neither an answer nor silence.
+            if isinstance(end, Exception) and outcome.error is None:
+                outcome.error = f"expected events of {protocol.path}; got one that is none: {end!r}"
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
     return run

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from serving_fake import FakeServer
 from typer.testing import CliRunner
 
 from fi_backend.benchmarks.serving import engines
+from fi_backend.benchmarks.serving.client import LoadRun
+from fi_backend.benchmarks.serving.protocols import Outcome, Request
 from fi_backend.cli import serve_options
 from fi_backend.cli.main import app
 
@@ -36,3 +40,23 @@ def bench(
         monkeypatch.setitem(engines.ENGINES, name, replace(known, server=kind))
     monkeypatch.setattr(serve_options, "check_engine", lambda _engine: None)
     return RUN.invoke(app, ["bench", "serve", *SMALL, "--out", str(out), *arguments])
+
+
+def virtual_load(
+    _url: str, _protocol: Any, _model: str, requests: Sequence[Request], **options: Any
+) -> LoadRun:
+    """Answers by a clock of its own, whose times follow from the prompts; every tenth waits long."""
+    run = LoadRun(
+        [Outcome(request.samples, sent=0.001) for request in requests], 2.0, [0.001 * len(requests)]
+    )
+    for index, (request, outcome) in enumerate(zip(requests, run.outcomes, strict=True)):
+        clock = random.Random(sum(request.prompt))
+        now = clock.uniform(0.05, 0.2) + (clock.random() < 0.1)
+        if options.get("give_up") and index > len(requests) // 2:
+            run.stopped, outcome.stopped = True, 1.5
+            continue
+        for _ in range(request.max_tokens):
+            outcome.take(0, [1], now)
+            now += clock.uniform(0.01, 0.02)
+        outcome.ended = request.samples
+    return run

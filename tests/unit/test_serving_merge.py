@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
-from serving_bench import bench
+from serving_bench import bench, virtual_load
 
 from fi_backend.benchmarks.serving import session
 from fi_backend.benchmarks.serving.bounds import percentile_bounds
-from fi_backend.benchmarks.serving.client import LoadRun
 from fi_backend.benchmarks.serving.merge import Source, merge
 from fi_backend.benchmarks.serving.pool import Part, pool, read_requests
-from fi_backend.benchmarks.serving.protocols import Outcome, Request
 from fi_backend.benchmarks.serving.records import REQUESTS, read_record, write_record
 from fi_backend.benchmarks.serving.summary import Objective
 from fi_backend.cli.main import app
@@ -29,26 +26,6 @@ from fi_backend.cli.main import app
 RUN = CliRunner()
 OBJECTIVES = [Objective("ttft_ms", 99, 60000.0)]
 Call = Callable[..., Path]
-
-
-def virtual_load(
-    _url: str, _protocol: Any, _model: str, requests: Sequence[Request], **options: Any
-) -> LoadRun:
-    """Answers by a clock of its own, whose times follow from the prompts; every tenth waits long."""
-    run = LoadRun(
-        [Outcome(request.samples, sent=0.001) for request in requests], 2.0, [0.001 * len(requests)]
-    )
-    for index, (request, outcome) in enumerate(zip(requests, run.outcomes, strict=True)):
-        clock = random.Random(sum(request.prompt))
-        now = clock.uniform(0.05, 0.2) + (clock.random() < 0.1)
-        if options.get("give_up") and index > len(requests) // 2:
-            run.stopped, outcome.stopped = True, 1.5
-            continue
-        for _ in range(request.max_tokens):
-            outcome.take(0, [1], now)
-            now += clock.uniform(0.01, 0.02)
-        outcome.ended = request.samples
-    return run
 
 
 @pytest.fixture
@@ -240,9 +217,63 @@ def test_of_runs_that_failed_only_interrupted_ones_are_pooled(call: Call) -> Non
         assert entry["sustained"]["rate"] == 40
 
 
+def test_what_was_compiled_late_is_not_pooled_though_interrupted(call: Call) -> None:
+    one, two = call("one", "--backend", "fi"), call("two", "--backend", "fi", "--seed", "5")
+    changed = read_record(two)
+    changed["backends"][0] |= {"failed": "interrupted; a module was compiled", "interrupted": True}
+    changed["backends"][0]["builds"]["after_ready"] = ["cpu_attention"]
+    write_record(two, changed)
+    [entry] = merged(one, two)[0]["backends"]
+    assert {row["requests"] for row in entry["points"]} == {20}
+    assert entry["builds"]["after_ready"] == ["cpu_attention"]
+
+
+def test_a_run_that_failed_may_be_repeated_with_its_seed(call: Call) -> None:
+    one, two = call("one", "--backend", "fi"), call("two", "--backend", "fi")
+    changed = read_record(one)
+    changed["backends"][0] |= {"failed": "a server died", "interrupted": False}
+    write_record(one, changed)
+    [entry] = merged(one, two)[0]["backends"]
+    assert [row["requests"] for row in entry["points"]] == [20, 20]
+    assert entry["failed"] == f"{one}: a server died"
+
+
+def test_damaged_requests_are_named(call: Call) -> None:
+    one, two = call("one", "--backend", "fi"), call("two", "--backend", "fi", "--seed", "5")
+    path = two / REQUESTS
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines) + lines[0][:30])  # killed while it wrote; nobody wants that rate
+    assert {row["requests"] for row in merged(one, two)[0]["backends"][0]["points"]} == {40}
+    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:30])
+    with pytest.raises(ValueError, match=r"fi at 40/s, pooled from .*: expected 20 requests; .* has 19"):
+        merged(one, two)
+    first = json.loads(lines[0])
+    for damaged, words in (
+        (b"\xff\n", r"requests\.jsonl, line 1: expected a request; UnicodeDecodeError"),
+        (b'{"backend": [], "rate": 20}\n', r"requests\.jsonl, line 1: expected a request; TypeError"),
+        (json.dumps(first | {"piece_ms": None}).encode() + b"\n", r"fi at 20/s, .*TypeError"),
+        (json.dumps({k: v for k, v in first.items() if k != "run"}).encode() + b"\n", r"fi at 20/s, .*'run'"),
+    ):
+        path.write_bytes(damaged + b"".join(lines[1:]))
+        with pytest.raises(ValueError, match=words):
+            merged(one, two)
+
+
+def test_counters_that_one_version_lacks_are_left_out(call: Call) -> None:
+    one, two = call("one", "--backend", "fi"), call("two", "--backend", "fi", "--seed", "5")
+    changed = read_record(two)
+    for row in changed["backends"][0]["points"]:
+        del row["fi"]["tokens"]
+    write_record(two, changed)
+    for row in merged(one, two)[0]["backends"][0]["points"]:
+        assert "tokens" not in row["fi"]
+        assert "steps" in row["fi"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("--backend", ","), "--backend: expected each back end once; got none"),
         (("--rates", "4,8,4.0"), "--rates: expected each rate once; got 4.0 twice in '4,8,4.0'"),
         (("--backend", "fi,X,fi"), "--backend: expected each back end once; got fi, X, fi"),
     ],

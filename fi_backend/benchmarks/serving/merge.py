@@ -84,9 +84,8 @@ def _backend(name: str, group: Sequence[Source], objectives: Sequence[Objective]
     ]
     if len(found) == 1:
         return dict(found[0][1])
-    _check_seeds(name, found)
-    # Figures of a run that failed are none; one that was interrupted has some that are complete.
-    good = [(source, entry) for source, entry in found if not entry["failed"] or entry.get("interrupted")]
+    good = [(source, entry) for source, entry in found if _counts(entry)]
+    _check_seeds(name, good)
     points = _points(name, good, objectives)
     failures = [f"{source.path}: {entry['failed']}" for source, entry in found if entry["failed"]]
     rate, failed = held_below({row["rate"]: row["holds"] for row in points})
@@ -99,6 +98,12 @@ def _backend(name: str, group: Sequence[Source], objectives: Sequence[Objective]
         "sustained": {"rate": rate, "failed": failed, "how": f"{len(good)} records"} if good else None,
         "failed": "\n".join(failures) or None,
     }
+
+
+def _counts(entry: _Entry) -> bool:
+    """Whether its rows are pooled: not those of a run that failed, but what an interrupted one completed."""
+    late = (entry.get("builds") or {}).get("after_ready")
+    return not entry["failed"] or bool(entry.get("interrupted") and not late)
 
 
 def _check_seeds(name: str, found: Sequence[tuple[Source, _Entry]]) -> None:

@@ -29,20 +29,22 @@ class Part:
 def read_requests(folder: Path, wanted: Collection[Key]) -> dict[Key, list[dict[str, Any]]]:
     """Return the lines of requests.jsonl in `folder` by back end and rate, of the wanted ones.
 
-    Raises ValueError naming file and line.
+    A last line that was not written to its end, as of a run that was killed, is left out. Raises ValueError
+    naming file and line.
     """
     path = folder / REQUESTS
     found: dict[Key, list[dict[str, Any]]] = {key: [] for key in wanted}
     try:
-        with path.open() as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
                 try:
                     each = json.loads(line)
-                    key = each["backend"], each["rate"]
+                    if (key := (each["backend"], each["rate"])) in found:
+                        found[key].append(each)
                 except (ValueError, TypeError, KeyError) as error:
                     raise ValueError(f"{path}, line {number}: expected a request; {error!r}.") from None
-                if key in found:
-                    found[key].append(each)
     except OSError as error:
         raise ValueError(
             f"{path}: expected the requests of the record beside it, to pool them; {error.strerror}."
@@ -74,7 +76,10 @@ def _sum(counts: Sequence[Mapping[str, int] | None]) -> dict[str, int] | None:
     known = [each for each in counts if each is not None]
     if len(known) < len(counts):
         return None
-    return {name: sum(each[name] for each in known) for name in known[0]}
+    # Records of other versions may count more or less.
+    return {
+        name: sum(each[name] for each in known) for name in known[0] if all(name in each for each in known)
+    }
 
 
 def _runs(part: Part) -> list[Measured]:
@@ -82,16 +87,19 @@ def _runs(part: Part) -> list[Measured]:
     if len(part.lines) != part.row["requests"]:
         raise ValueError(f"expected {part.row['requests']} requests; {REQUESTS} has {len(part.lines)}.")
     runs: dict[int, list[Mapping[str, Any]]] = {}
-    for line in sorted(part.lines, key=lambda each: (each["run"], each["index"])):
-        runs.setdefault(line["run"], []).append(line)
-    seconds, stopped = part.row["seconds"] / len(runs), part.row["stopped_early"]
-    return [
-        Measured(
-            [_request(line) for line in lines],
-            LoadRun([_outcome(line) for line in lines], seconds, stopped=stopped),
-        )
-        for lines in runs.values()
-    ]
+    try:
+        for line in sorted(part.lines, key=lambda each: (each["run"], each["index"])):
+            runs.setdefault(line["run"], []).append(line)
+        seconds, stopped = part.row["seconds"] / max(len(runs), 1), part.row["stopped_early"]
+        return [
+            Measured(
+                [_request(line) for line in lines],
+                LoadRun([_outcome(line) for line in lines], seconds, stopped=stopped),
+            )
+            for lines in runs.values()
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"expected requests as this version writes them in {REQUESTS}; {error!r}.") from None
 
 
 def _request(line: Mapping[str, Any]) -> Request:

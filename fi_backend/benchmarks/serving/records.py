@@ -8,15 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from fi_backend.benchmarks.serving.record_shape import misshapen
 from fi_backend.benchmarks.serving.summary import Measured
 
 FORMAT: Final = "fi_backend serving 1"
 RECORD, REQUESTS = "record.json", "requests.jsonl"
-_KEYS = ("format", "engine", "model", "workload", "settings", "objectives", "backends")
-_ROW_KEYS = (
-    *("rate", "runs", "requests", "errors", "stopped_early", "ttft_ms", "itl_ms", "goodput_per_s"),
-    *("output_tokens_per_s", "lag_ms", "loop_lag_ms", "client_late", "holds", "fi", "kv_bytes"),
-)
 
 
 def request_lines(backend: str, rate: float, run: Measured, *, number: int) -> Iterator[str]:
@@ -75,11 +71,5 @@ def check_record(record: Any, name: str) -> None:
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         got = record.get("format") if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"{name}: format: expected {FORMAT!r}; got {got!r}.")
-    for key in _KEYS:
-        if key not in record:
-            raise ValueError(f"{name}: expected a field {key}; got {', '.join(record)}.")
-    for backend in record["backends"]:
-        for row in backend["points"]:
-            missing = [key for key in _ROW_KEYS if key not in row]
-            if missing:
-                raise ValueError(f"{name}: {backend['name']}: a row lacks {', '.join(missing)}.")
+    if problem := misshapen(record):
+        raise ValueError(f"{name}: {problem}. Measure again with this version, or report it with its own.")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from fi_backend.cli.bench_choice import available_peers, chosen_by_name
 from fi_backend.cli.bench_serve import report, serve
@@ -169,7 +170,7 @@ def kernels(
             )
     print_kernels(rows, [peer.name for peer in found], ceilings, torch.get_num_threads())
     for name, reason in absent.items():
-        console().print(f"[yellow]{name} was not measured: {reason}[/yellow]", soft_wrap=True)
+        console().print(f"[yellow]{name} was not measured: {escape(reason)}[/yellow]", soft_wrap=True)
     if json_file is not None:
         document = {
             **provenance(cpu_name()),

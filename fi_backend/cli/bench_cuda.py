@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
+
 from fi_backend.cli.bench_choice import available_peers, chosen_by_name
 from fi_backend.cli.shell import InputError, console, error_console, write_json
 from fi_backend.errors import BuildError
@@ -99,7 +101,7 @@ def measure_cuda(
         torch.cuda.empty_cache()
     print_cuda(rows, document["gpu"], document["ceilings"])
     for name, reason in absent.items():
-        console().print(f"[yellow]{name} was not measured: {reason}[/yellow]", soft_wrap=True)
+        console().print(f"[yellow]{name} was not measured: {escape(reason)}[/yellow]", soft_wrap=True)
     return not document["summary"]["failed"]
 
 

@@ -86,7 +86,7 @@ def explain(
 
         with user_input():
             save_picture(explanation, out)
-        console().print(f"wrote {out}", soft_wrap=True)
+        console().print(f"wrote {out}", soft_wrap=True, markup=False)
     if prefix:
         from fi_backend.cli.explain_text import print_prefixes
 

@@ -106,7 +106,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     class Registered:
         def peers(self, device: str) -> list[Peer]:
             missing = Fixed("absent", exact)
-            missing.unavailable = lambda: "it is not installed"  # type: ignore[method-assign]
+            missing.unavailable = lambda: "it is not installed [/lib]"  # type: ignore[method-assign]
             return [Fixed("exact", exact), missing]
 
     monkeypatch.setattr(workloads, "cases", lambda: [small, shared])

@@ -133,7 +133,7 @@ def test_the_record_grows_row_by_row(
     keys = {"date", "gpu", "driver", "versions", "command", "ceilings", "rows"}
     assert keys <= set(document)
     assert document["ceilings"] == CEILINGS
-    assert document["peers_absent"] == {"absent": "it is not installed"}
+    assert document["peers_absent"] == {"absent": "it is not installed [/lib]"}
     assert [row["workload"] for row in document["rows"]] == ["small", "shared"]
     assert [row["prefix_nodes"] for row in document["rows"]] == [0, 1]
     page1 = document["rows"][0]["variants"]["page1"]
@@ -153,7 +153,7 @@ def test_the_record_grows_row_by_row(
     assert f"{first['ours_us']:.1f}" in result.stdout
     assert f"{first['ratio_upper95']:.3f}" in result.stdout
     assert f"ragged {first['variants']['ragged']['us']:.1f}" in result.stdout
-    assert "absent was not measured: it is not installed" in result.stdout
+    assert "absent was not measured: it is not installed [/lib]" in result.stdout
     assert len(result.stdout.splitlines()) == 5
     assert "small: fi" in result.stderr
     head, *lines = result.stdout.splitlines()[1:4]

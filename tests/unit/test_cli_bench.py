@@ -151,14 +151,14 @@ def test_kernels_writes_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     class Registered:
         def peers(self, device: str) -> list[Peer]:
             missing = Fixed("absent", lambda p: p.q)
-            missing.unavailable = lambda: "it is not installed"  # type: ignore[method-assign]
+            missing.unavailable = lambda: "it is not installed [/lib]"  # type: ignore[method-assign]
             return [Fixed("exact", lambda p: exact_attention(p, 0).to(p.q.dtype)), missing]
 
     monkeypatch.setattr("fi_backend.hooks.plugins", Registered)
     out = tmp_path / "kernels.json"
     result = RUN.invoke(app, ["bench", "kernels", "--runs", "3", "--json", str(out)], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.stderr
-    assert "absent was not measured: it is not installed" in result.stdout
+    assert "absent was not measured: it is not installed [/lib]" in result.stdout
     document = json.loads(out.read_text())
     assert set(document) == {"date", "host", "versions", "command", "threads", "ceilings", "rows"}
     assert document["ceilings"] == CEILINGS

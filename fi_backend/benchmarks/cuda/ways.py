@@ -65,9 +65,8 @@ def variant_arguments(name: str, problem: Problem, *, seed: int = 0) -> dict[str
     if name == "alibi":
         return {"slopes": 2.0 ** (-8 * torch.arange(1, heads + 1, device=device) / heads)}
     if name == "channel_scales":
-        shape = (spec.num_kv_heads, spec.head_dim)
-        names = ("key_scale", "value_scale", "value_offset")
-        return {each: normal(*shape).abs() + 0.5 for each in names}
+        sizes = {"key_scale": spec.head_dim, "value_scale": spec.head_dim_v, "value_offset": spec.head_dim_v}
+        return {each: normal(spec.num_kv_heads, size).abs() + 0.5 for each, size in sizes.items()}
     if name == "logit_bias":
         return {"bias": normal(heads, tokens, int(problem.kv_lens.max()))}
     if name == "sliding_window":
@@ -76,9 +75,6 @@ def variant_arguments(name: str, problem: Problem, *, seed: int = 0) -> dict[str
         return {"window": _WINDOW, "sink_tokens": _SINKS}
     if name == "qk_norm":
         return {"q_weight": normal(spec.head_dim), "k_weight": normal(spec.head_dim), "eps": 1e-6}
-    if name == "channel_scales":
-        sizes = {"key_scale": spec.head_dim, "value_scale": spec.head_dim_v, "value_offset": spec.head_dim_v}
-        return {parameter: normal(spec.num_kv_heads, size) for parameter, size in sizes.items()}
     if name == "output_scale":
         return {"scale": normal(heads)}
     if name == "output_gate":

@@ -40,7 +40,8 @@ template <class Traits>
 using WeightOf = std::conditional_t<Traits::kHalfWeights && Variant::kSoftmax && !Variant::kTransformsValue,
                                     __half, typename Traits::T>;
 // Halfs begin at 2^-24: the greatest weight is 2^15 there, so that a row of a million keys loses nothing that
-// its sum counts.
+// its sum counts. More must not be, since 2^16 is infinity: what is taken from exponents is rounded up, which
+// shows beyond 2^24, where neighbouring floats are more than 1 apart.
 template <typename Weight>
 inline constexpr float kWeightBits = std::is_same_v<Weight, __half> ? 15.f : 0.f;
 
@@ -69,7 +70,7 @@ struct RowState {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       constexpr float kBits = kWeightBits<Weight>;
-      top[r] = fmaxf(max[r], kBits > 0.f ? fmaf(top[r], scale, -kBits) : top[r] * scale);
+      top[r] = fmaxf(max[r], kBits > 0.f ? __fmaf_ru(top[r], scale, -kBits) : top[r] * scale);
       const float base = top[r] == -INFINITY ? 0.f : top[r];
       shrink[r] = ptx::exp2_approx(max[r] - base);
       max[r] = top[r];

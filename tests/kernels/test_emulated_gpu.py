@@ -173,6 +173,25 @@ def test_a_key_that_outweighs_all_others_does_not_drown_them(name: str, q_len: i
     torch.testing.assert_close(out, (expected * (sink / kv_len)).expand_as(out), rtol=0.02, atol=0)
 
 
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("name", ["mma", "fp8"], indirect=True)
+def test_weights_stay_finite_where_logits_are_more_than_one_apart(name: str, q_len: int) -> None:
+    """Beyond 2^24 exponents are off by several units; all keys weigh the same, and none may be infinite."""
+    spec, kv_len, key = layer(name), 200, 400.0
+    greatest = 2.0**28 * math.log(2) / (key * spec.head_dim * spec.scale)  # query elements of logits of 2^28
+    sizes = torch.linspace(0.06, 0.95, q_len * 6).reshape(q_len, 6, 1) * greatest
+    q = sizes.expand(-1, -1, spec.head_dim).to(getattr(torch, spec.dtype)).contiguous()
+    kv = torch.ones(2, -(-kv_len // 16), 16, 2, spec.head_dim)
+    kv[0] = key
+    attn = BatchAttention(spec, max_requests=1, max_tokens=q_len, max_kv_len=kv_len)
+    lens = torch.tensor([kv_len], dtype=torch.int32)
+    pages = torch.arange(kv.shape[1], dtype=torch.int32)[None]
+    table = PageTable.from_block_table(pages, lens, page_size=16)
+    attn.plan(torch.tensor([0, q_len], dtype=torch.int32), table)
+    out = attn.run(q, *kv.to(getattr(torch, spec.kv_dtype))).float()
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=0.01, atol=0)
+
+
 @pytest.fixture(scope="module")
 def machine() -> Any:
     source = str(emulator_modules.FOLDER / "machine_cases.cc")

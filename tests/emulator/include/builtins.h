@@ -160,6 +160,11 @@ inline float __int_as_float(int x) { return fi::emulator::from_bits<float>(uint3
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 inline int __float_as_int(float x) { return int(fi::emulator::bits_of(x)); }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_ru(float a, float b, float c) {
+  const long double exact = static_cast<long double>(a) * b + c;
+  const auto near = static_cast<float>(exact);
+  return near < exact ? std::nextafter(near, INFINITY) : near;
+}
 inline float __fdividef(float a, float b) { return a / b; }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t both = a | uint64_t(b) << 32;

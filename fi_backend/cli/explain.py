@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fi_backend.core.step import Step
 
 _OPTIONS = {
+    "kv_lens": "--kv-lens",
     "num_qo_heads": "--heads",
     "num_kv_heads": "--kv-heads",
     "page_size": "--page-size",

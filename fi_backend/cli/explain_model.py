@@ -19,6 +19,7 @@ from fi_backend.core.spec import AttentionSpec
 from fi_backend.core.step import Step
 
 EMPTY, PARTIAL, FULL, SHARED = range(4)
+_MOST_PAGES = 1 << 22  # each is an object here: half a GB
 _Array = npt.NDArray[Any]
 
 
@@ -109,7 +110,14 @@ class Explanation:
 
 
 def explain_step(step: Step, *, num_ctas: int, costs: CostModel, planned_queues: bool = False) -> Explanation:
-    """Plan `step` over `num_ctas` and work out what is to be drawn."""
+    """Plan `step` over `num_ctas` and work out what is to be drawn.
+
+    Raises ValueError naming the field that the planner or a drawing cannot take.
+    """
+    if (pages := int(step.num_pages.sum(dtype=np.int64))) > _MOST_PAGES:
+        raise ValueError(
+            f"kv_lens: expected at most {_MOST_PAGES} pages of {step.page_size} tokens to draw; got {pages}."
+        )
     spec = AttentionSpec(
         step.num_qo_heads,
         step.num_kv_heads,

@@ -55,6 +55,8 @@ class Step:
             raise TypeError(f"page_size: expected an int; got {self.page_size!r}.")
         if self.page_size < 1:
             raise ValueError(f"page_size: expected >= 1; got {self.page_size}.")
+        if self.page_size >= 2**31:
+            raise ValueError(f"page_size: expected < 2^31; got {self.page_size}.")
         requests = self.kv_lens.size
         if self.qo_indptr.size != requests + 1:
             raise ValueError(
@@ -89,8 +91,10 @@ class Step:
                     f"block_table[{row}]: expected at least {needed} pages of {self.page_size} tokens for "
                     f"kv_len {self.kv_lens[row]}; got {len(pages)}."
                 )
-            if any(not isinstance(page, int) or page < 0 for page in pages[:needed]):
-                raise ValueError(f"block_table[{row}]: expected page ids >= 0; got {pages[:needed]}.")
+            if any(not isinstance(page, int) or not 0 <= page < 2**31 for page in pages[:needed]):
+                raise ValueError(
+                    f"block_table[{row}]: expected page ids >= 0 and below 2^31; got {pages[:needed]}."
+                )
 
     @property
     def num_pages(self) -> _Ints:
@@ -177,6 +181,8 @@ def load_step(path: Path | str) -> Step:
         if missing := required - document.keys():
             raise ValueError(f"{min(missing)}: expected a value; the file has none.")
         return Step(**document)
+    except RecursionError:
+        raise ValueError(f"{path}: expected a JSON object; got lists within lists without end.") from None
     except (ValueError, TypeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{path}: {error}") from None

@@ -238,6 +238,11 @@ def test_bad_block_tables(tmp_path: Path, content: str, text: str) -> None:
     assert text in result.stderr
 
 
+def test_more_than_can_be_drawn_is_refused() -> None:
+    result = RUN.invoke(app, ["explain", "--kv-lens", "2147483000"])
+    assert "--kv-lens: expected at most 4194304 pages of 16 tokens to draw" in result.stderr
+
+
 def test_options_reach_the_plan() -> None:
     def first_lines(*options: str) -> str:
         lengths = ["--kv-lens", "9000,40", "--ctas", "8", "--heads", "4", "--kv-heads", "4"]

@@ -59,10 +59,12 @@ def test_a_file_by_hand_needs_the_lengths_only(tmp_path: Path) -> None:
         ({"kv_lens": [[10], [1, 2]]}, TypeError, "kv_lens: expected a vector of integers"),
         ({"page_size": "4"}, TypeError, "page_size: expected an int; got '4'"),
         ({"page_size": 0}, ValueError, "page_size: expected >= 1; got 0"),
+        ({"page_size": 2**31}, ValueError, r"page_size: expected < 2\^31; got 2147483648"),
         ({"block_table": [[7, 3, 9]]}, ValueError, "block_table: expected 2 rows"),
         ({"block_table": [7, 3]}, TypeError, "block_table: expected a list of lists"),
         ({"block_table": [[7, 3], [7, 5]]}, ValueError, r"block_table\[0\]: expected at least 3 pages"),
         ({"block_table": [[7, 3, -9], [7, 5]]}, ValueError, r"block_table\[0\]: expected page ids >= 0"),
+        ({"block_table": [[7, 3, 9], [7, 2**31]]}, ValueError, r"block_table\[1\]: expected page ids >= 0"),
         ({"device": "tpu"}, ValueError, "device: expected cpu or cuda; got 'tpu'"),
         ({"tiles": 16}, TypeError, "tiles: expected the least and the greatest height; got 16"),
         ({"colour": 1}, ValueError, "colour: expected one of"),
@@ -81,7 +83,7 @@ def test_missing_fields_and_broken_json_are_named(tmp_path: Path) -> None:
     path.write_text('{"kv_lens": [1]}')
     with pytest.raises(ValueError, match="num_kv_heads: expected a value; the file has none"):
         load_step(path)
-    for content, error in (("[1]", TypeError), ("{", ValueError)):
+    for content, error in (("[1]", TypeError), ("{", ValueError), ("[" * 200_000, ValueError)):
         path.write_text(content)
         with pytest.raises(error, match=str(path)):
             load_step(path)

@@ -71,7 +71,7 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--capture", "0"], "--capture: expected 1 step or more; got 0"),
+        (["--capture", "0"], "--capture: expected 1 to 1000 steps; got 0"),
         (["--capture", "1", "--prometheus"], "--prometheus: expected no --capture beside it"),
         (["--capture", "1"], "DIR: expected a process that runs and counts in"),
     ],

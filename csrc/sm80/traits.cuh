@@ -35,7 +35,7 @@ inline constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
 
 inline constexpr int kRowBytes = 128;  // a swizzled row
 inline constexpr int kWideRows = 64;   // rows of one operand of wgmma
-inline constexpr int kWidenedTiles = 3;
+inline constexpr int kWidenedTiles = 2;
 inline constexpr int kMaxStages = 8;
 inline constexpr int kSlots = 4;     // work items between the scheduler and the slowest consumer
 inline constexpr int kRowTiles = 6;  // tiles whose rows the guide has found and no producer has fetched

@@ -15,11 +15,12 @@ struct Widened {
   static constexpr int kKvTile = Traits::kKvTile;
   static constexpr int kTiles = Consumer::kTiles, kVSteps = Products::kVSteps;
 
-  // What all consumers have written is there, and the products of two tiles ago have read theirs.
+  // What all consumers have widened is there, and all products that were waited for have read theirs.
   __device__ __forceinline__ static void sync() { ptx::named_barrier(sm80::kWideBarrier, sm80::kConsumers); }
 
-  // All tiles of an item, the first being at `ring` of the pipeline. Three buffers: one is written while two
-  // are multiplied.
+  // All tiles of an item, the first being at `ring` of the pipeline. While the keys of tile i and the values
+  // of i - 1 are multiplied, the values of i and the keys of i + 1 are widened, so that two buffers of each
+  // are enough.
   __device__ __forceinline__ static void attend(Consumer& x, sm80::Control& control, uint32_t stages,
                                                 Ring ring, int tiles) {
     if (tiles == 0) return;
@@ -28,15 +29,17 @@ struct Widened {
     const float factor = sm80::kTransform ? 1.f : scale * sm80::kLog2e;
     float s[kTiles][4], shrink[2];
     uint32_t weights[kVSteps][4];
-    Buffers buffers{stages - Traits::kWidenedBytes};
+    // The buffer of the tile whose keys are multiplied next, and the other one.
+    uint32_t now = stages - Traits::kWidenedBytes, other = now + Traits::kBufferBytes;
     int key = x.w.kv_begin;
     sync();  // the item before may still be multiplied by other warps
-    widen(x, control, stages, ring, buffers.next());
+    widen_keys(x, control, stages, ring, now);
     sync();
     ptx::wgmma_fence();
-    start_logits(s, x, buffers.next());
-    buffers.advance();
-    if (tiles > 1) widen(x, control, stages, ring, buffers.next());
+    start_logits(s, x, now);
+    widen_values(x, control, stages, ring, now);
+    ring.advance();
+    if (tiles > 1) widen_keys(x, control, stages, ring, other);
     ptx::wgmma_wait<0>();
     ptx::settle(s);
     x.transform(key, scale, s);
@@ -47,10 +50,11 @@ struct Widened {
       key += kKvTile;
       sync();
       ptx::wgmma_fence();
-      start_logits(s, x, buffers.next());
-      start_values(x, weights, buffers.last());
-      buffers.advance();
-      if (left > 1) widen(x, control, stages, ring, buffers.next());
+      start_logits(s, x, other);
+      start_values(x, weights, now);
+      widen_values(x, control, stages, ring, other);
+      ring.advance();
+      if (left > 1) widen_keys(x, control, stages, ring, now);
       ptx::wgmma_wait<1>();
       ptx::settle(s);
       x.transform(key, scale, s);
@@ -61,25 +65,18 @@ struct Widened {
       ptx::settle(weights);
       Products::rescale(x, shrink);
       Products::pack(s, weights);
+      const uint32_t before = now;
+      now = other;
+      other = before;
     }
+    sync();
     ptx::wgmma_fence();
-    start_values(x, weights, buffers.last());
+    start_values(x, weights, now);
     ptx::wgmma_wait<0>();
     ptx::settle(x.out);
   }
 
  private:
-  struct Buffers {
-    uint32_t first;
-    int at = 0;  // of the tile that is widened last
-
-    __device__ __forceinline__ uint32_t next() const { return first + at * Traits::kBufferBytes; }
-    __device__ __forceinline__ uint32_t last() const {
-      return first + (at == 0 ? sm80::kWidenedTiles - 1 : at - 1) * Traits::kBufferBytes;
-    }
-    __device__ __forceinline__ void advance() { at = at == sm80::kWidenedTiles - 1 ? 0 : at + 1; }
-  };
-
   __device__ __forceinline__ static void start_logits(float (&s)[kTiles][4], const Consumer& x,
                                                       uint32_t buffer) {
     Products::multiply_keys(s, x, buffer);
@@ -92,17 +89,22 @@ struct Widened {
     ptx::wgmma_commit();
   }
 
-  // This thread's share of the tile at `ring`, to `buffer`; the stage is free when all warps have come by.
-  __device__ __forceinline__ static void widen(const Consumer& x, sm80::Control& control, uint32_t stages,
-                                               Ring& ring, uint32_t buffer) {
-    const int tid = x.warp * 32 + x.lane;
-    const uint32_t tile = stages + ring.at * Traits::kStageBytes;
+  // This thread's share of the keys of the tile at `ring`, once they have come.
+  __device__ __forceinline__ static void widen_keys(const Consumer& x, sm80::Control& control,
+                                                    uint32_t stages, const Ring& ring, uint32_t buffer) {
     ptx::mbarrier_wait(sm80::full_barrier(control, ring), ring.lap >> 1 & 1);
-    widen_rows<typename Traits::T, Traits::kHeadDim / 16>(tid, tile, buffer);
-    widen_rows<typename Consumer::Weight, Traits::kHeadDimV / 16>(tid, tile + Traits::kNarrowKBytes,
-                                                                  buffer + Traits::kKBytes);
+    widen_rows<typename Traits::T, Traits::kHeadDim / 16>(x.warp * 32 + x.lane,
+                                                          stages + ring.at * Traits::kStageBytes, buffer);
+    ptx::fence_async_shared();
+  }
+
+  // The same of its values, whose keys have been widened; then the stage is free.
+  __device__ __forceinline__ static void widen_values(const Consumer& x, sm80::Control& control,
+                                                      uint32_t stages, const Ring& ring, uint32_t buffer) {
+    widen_rows<typename Consumer::Weight, Traits::kHeadDimV / 16>(
+        x.warp * 32 + x.lane, stages + ring.at * Traits::kStageBytes + Traits::kNarrowKBytes,
+        buffer + Traits::kKBytes);
     ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[ring.at]), x.lane);
-    ring.advance();
     ptx::fence_async_shared();
   }
 

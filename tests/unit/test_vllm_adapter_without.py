@@ -115,6 +115,21 @@ def test_the_host_makes_the_plan_that_the_device_would(
     assert local.kv_len_bounds.tolist() == (exact + 100).tolist()
 
 
+def test_without_sharing_and_device_plan_nobody_waits(
+    config: Any, monkeypatch: pytest.MonkeyPatch, plans: Plans
+) -> None:
+    """The device knows nothing then that the host needs: its own upper bounds make the plan."""
+    monkeypatch.setattr(metadata, "copy_lengths", lambda *_: pytest.fail("this waits for the device"))
+    monkeypatch.setenv("FI_BACKEND_WITHOUT", "sharing,device_plan")
+    make_layer(config, "layer")
+    step = shared_step()
+    bounds = step.seq_lens + 100
+    monkeypatch.setattr(metadata.compat, "kv_len_bounds", lambda *_, **__: bounds)
+    gpu_builder(config, monkeypatch, ["layer"]).build(0, step)
+    [plan] = plans.plans
+    assert plan.kv_len_bounds.tolist() == bounds.tolist()
+
+
 def test_lengths_that_the_host_does_not_know(
     config: Any, monkeypatch: pytest.MonkeyPatch, plans: Plans
 ) -> None:

@@ -160,8 +160,9 @@ class FiMetadataBuilder(AttentionMetadataBuilder[FiMetadata]):
             searched = may_share and attention.tally is not None
             shares = searched and self._shares
             # What is shared is looked for where the block table lies, and with the exact lengths; without
-            # sharing the plan is made in the same place.
-            lengths = known if self._on_host or not searched else None
+            # sharing the plan is made in the same place, and without either the host's own lengths will do.
+            wants_exact = searched and (self._shares or self._device_plans)
+            lengths = known if self._on_host or not wants_exact else None
             forest = None
             if lengths is None and not self._device_plans and may_wait(qo_indptr):
                 lengths = copied = copied or copy_lengths(qo_indptr, table.kv_lens)

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# SIGHUP: the terminal has gone, whose end would leave the engine, in a session of its own, behind.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM came; number: which."""
+    """SIGINT, SIGTERM or SIGHUP came; number: which."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -27,10 +28,11 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise Interrupted for the first SIGINT or SIGTERM; later ones are ignored until the block is left.
+    """Raise Interrupted for the first SIGINT, SIGTERM or SIGHUP; later ones are ignored until the block ends.
 
-    Engines take seconds to end: an impatient second signal must not leave them behind. Outside the main
-    thread, where Python handles no signals, nothing changes.
+    Engines take seconds to end: an impatient second signal must not leave them behind. A SIGHUP that is
+    ignored, as under nohup, stays so. Outside the main thread, where Python handles no signals, nothing
+    changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -41,7 +43,9 @@ def interruptible() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         raise Interrupted(number)
 
-    before = {each: signal.signal(each, interrupt) for each in _SIGNALS}
+    under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    caught = [each for each in _SIGNALS if each is not signal.SIGHUP or not under_nohup]
+    before = {each: signal.signal(each, interrupt) for each in caught}
     try:
         yield
     finally:

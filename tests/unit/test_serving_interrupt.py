@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,15 @@ class Interrupting(FakeServer):
         self.stopped.append(True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.fixture(autouse=True)
+def _hangup_is_not_ignored() -> Iterator[None]:
+    """Where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_has_its_report(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -95,7 +104,7 @@ def test_a_second_signal_does_not_disturb_the_end() -> None:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 os.kill(os.getpid(), number)
             ended.append(True)
 
@@ -103,3 +112,10 @@ def test_a_second_signal_does_not_disturb_the_end() -> None:
         work()
     assert ended == [True]
     assert caught.value.exit_code == 143
+
+
+def test_a_hangup_under_nohup_is_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with interruptible():
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

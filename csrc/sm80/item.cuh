@@ -81,7 +81,12 @@ template <class Traits>
 __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                          const Work& w, int tid, char* shared, uint32_t stages,
                                          const Ring<Traits::kStages>& stage, int tiles) {
-  if constexpr (Traits::kReadsQueries && !kTransformsTiles) {
+  static_assert(!(Traits::kWgmma && kTransformsTiles), "wgmma reads tiles as they lie in shared memory");
+  static_assert(!Traits::kWgmma || Traits::kReadsQueries || Traits::kColumnWarps == 1,
+                "a warp holds whole rows");
+  static_assert(!Traits::kReadsQueries || Traits::kHeadDimV <= Traits::kHeadDim,
+                "results leave through the queries' place");
+  if constexpr (Traits::kReadsQueries) {
     if (1 << w.tile_log2 == kMaxQueryTile) {
       Consumer<WideHeads<Traits>> x(p, c, w, tid, shared);
       sm90::Wide<WideHeads<Traits>>::attend(x, control, stages, stage, tiles);
@@ -91,7 +96,7 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
       return false;
     }
   }
-  if constexpr (Traits::kWidens && !kTransformsTiles) {
+  if constexpr (Traits::kWidens) {
     if (1 << w.tile_log2 == kMaxQueryTile) {
       Consumer<WidenedTiles<Traits>> x(p, c, w, tid, shared);
       sm90::Widened<WidenedTiles<Traits>>::attend(x, control, stages, stage, tiles);
@@ -101,7 +106,7 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
     }
   }
   Consumer<Traits> x(p, c, w, tid, shared);
-  if constexpr (Traits::kWgmma && !Traits::kReadsQueries && !Traits::kWidens && !kTransformsTiles) {
+  if constexpr (Traits::kWgmma && !Traits::kReadsQueries && !Traits::kWidens) {
     if (x.members == 1 && !x.in_bundle()) {
       Ring<Traits::kStages> first = stage;
       if (kRingQueries<Traits> && w.query_tiles) {

@@ -101,9 +101,9 @@ __device__ __forceinline__ int ring_tiles(const Work& w) {
 
 // A tile of queries fits a stage.
 template <class Traits>
-inline constexpr bool kRingQueries = FI_RING_QUERIES && Traits::kWgmma && Traits::kQInRegisters &&
-                                     !Traits::kWidens && !Variant::kTransformsQuery && !kTransformsTiles &&
-                                     tile_bytes(kMaxQueryTile, Traits::kHeadDim * 2) <= Traits::kStageBytes;
+inline constexpr bool kRingQueries =
+    FI_RING_QUERIES && Traits::kWgmma && Traits::kQInRegisters && !Traits::kWidens &&
+    !Variant::kTransformsQuery && tile_bytes(kMaxQueryTile, Traits::kHeadDim * 2) <= Traits::kStageBytes;
 
 template <class Traits>
 inline constexpr bool kComposes = kSharesPrefixes && !Traits::kInvariant;

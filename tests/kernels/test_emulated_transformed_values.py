@@ -28,7 +28,7 @@ def modules() -> None:
     jit.build_all(
         [
             kernels.with_variant(
-                emulator_modules.attention_module(AttentionSpec(4, 2, **spec), ARCH), variant
+                emulator_modules.attention_module(AttentionSpec(4, 2, **spec), ARCH, variant=variant), variant
             )
             for spec, variant in needed
         ]

@@ -14,7 +14,6 @@ from fi_backend.core.attention import BatchAttention
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.prefix_forest import PrefixForest
 from fi_backend.core.sharing import SharingLimits
-from fi_backend.core.support import query_tiles
 
 VARIANTS = ("ragged", "page1", "planned_queues", "not_invariant", "flat")
 RAGGED, PAGE1, QUEUES, NOT_INVARIANT, FLAT = VARIANTS
@@ -69,7 +68,7 @@ def prepare_ours(
         table,
         qo_indptr_host=problem.qo_indptr.cpu(),
         kv_lens_host=lens.cpu(),
-        forest=find_prefixes(problem) if shares else None,
+        forest=find_prefixes(problem, attention.planner.max_tile) if shares else None,
     )
     out = torch.empty(tokens, spec.num_qo_heads, spec.head_dim_v, dtype=problem.q.dtype, device=lens.device)
     nodes = plan.num_nodes if plan is not None else 0
@@ -78,13 +77,16 @@ def prepare_ours(
     )
 
 
-def find_prefixes(problem: Problem) -> PrefixForest:
-    """Return what the block table of `problem` shares, as a serving engine's step would find it."""
+def find_prefixes(problem: Problem, max_tile: int) -> PrefixForest:
+    """Return what the block table of `problem` shares, as a serving engine's step would find it.
+
+    max_tile: the planner's greatest query tile.
+    """
     lens, spec = problem.kv_lens.cpu(), problem.spec
     return PrefixForest.of_step(
         PageTable.from_block_table(problem.block_table.cpu(), lens, page_size=spec.page_size),
         problem.qo_indptr.cpu(),
         lens,
         group=spec.group_size,
-        max_tile=query_tiles(spec, problem.q.device)[1],
+        max_tile=max_tile,
     )

@@ -32,7 +32,8 @@ struct Widened {
     // The buffer of the tile whose keys are multiplied next, and the other one.
     uint32_t now = stages - Traits::kWidenedBytes, other = now + Traits::kBufferBytes;
     int key = x.w.kv_begin;
-    sync();  // the item before may still be multiplied by other warps
+    // Behind the last barrier of an item nobody multiplies keys any more; values are not touched before the
+    // next one.
     widen_keys(x, control, stages, ring, now);
     sync();
     ptx::wgmma_fence();

@@ -122,13 +122,17 @@ def _print_table(found: list[ProcessStats], summed: ProcessStats) -> None:
     for name in columns:
         value = "total" if name == "pid" else "" if name in ("engine", "host") else str(getattr(summed, name))
         justify = "left" if name in ("pid", "engine", "host") else "right"
-        table.add_column(name.replace("_", " "), footer=value, justify=justify)  # type: ignore[arg-type]
+        # Folded where a terminal is narrow: half a number would be another one.
+        table.add_column(name.replace("_", " "), footer=value, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for each in found:
         table.add_row(*(escape(str(getattr(each, name))) for name in columns))
     if not found:
         console().print("no process has written counters there")
         return
-    console().print(table)
+    out = console()
+    if not out.is_terminal:
+        out.width = max(out.width, out.measure(table, options=out.options.update(max_width=1000)).maximum)
+    out.print(table)
     if summed.steps and not summed.attention_calls + summed.replayed_calls:
         console().print(
             f"[yellow]{summed.steps} steps were planned and no attention call ran: "

@@ -105,6 +105,17 @@ def test_labels_are_escaped(engine: str) -> None:
     assert f'fi_backend_tokens_total{{host="{escaped}",pid="7",engine="{escaped}"}} 1' in text
 
 
+def test_numbers_are_whole_however_many_columns_there_are(tmp_path: Path) -> None:
+    """What shared prefixes save has twelve digits, and all counts together are wider than a page."""
+    counts = Counters(tmp_path)
+    for index in range(14):
+        counts.add(index, 123_456_789_012 + index)
+    lines = RUN.invoke(app, ["stats", str(tmp_path)]).stdout.splitlines()
+    assert sum(f"{123_456_789_012 + index}" in lines[1] for index in range(14)) == 14
+    narrow = RUN.invoke(app, ["stats", str(tmp_path)], env={"COLUMNS": "80"}).stdout
+    assert "…" not in narrow
+
+
 @pytest.mark.parametrize("count", [0, 10**30])
 def test_so_many_steps_are_not_saved(tmp_path: Path, count: int) -> None:
     write(tmp_path, 12)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,9 +16,10 @@ class _Maybe:
     missing: bool = False
 
 
-# A type; a list with the shape of its elements; or a dict with the keys that are needed.
+# A type; a tuple of the values that are known; a list with the shape of its elements,
+# several times where it has so many; or a dict with the keys that are needed.
 _SPREAD: Final = _Maybe({"p50": float, "p99": float, "max": float})
-_LATENCY: Final = {percent: [_Maybe(float)] for percent in ("p50", "p90", "p99")}
+_LATENCY: Final = {percent: [_Maybe(float)] * 3 for percent in ("p50", "p90", "p99")}
 _ROW: Final = {
     **dict.fromkeys(("rate", "goodput_per_s", "output_tokens_per_s"), float),
     **dict.fromkeys(("runs", "requests", "errors"), int),
@@ -54,8 +54,8 @@ _BACKEND: Final = {
 }
 _RECORD: Final = {
     **dict.fromkeys(("engine", "model", "workload"), str),
-    "settings": {},
-    "objectives": [{"metric": str, "percent": int, "limit_ms": float}],
+    "settings": {"seed": int},
+    "objectives": [{"metric": ("ttft_ms", "itl_ms"), "percent": (50, 90, 99), "limit_ms": float}],
     "versions": _Maybe({}, missing=True),
     "date": _Maybe(str, missing=True),
     "backends": [{**_BACKEND, "points": [{}]}],
@@ -72,6 +72,8 @@ def misshapen(record: Mapping[str, Any]) -> str | None:
                 return f"{backend['name']}: a row lacks {', '.join(missing)}"
             if problem := _difference(row, _ROW, f"{backend['name']}: a row"):
                 return problem
+            if (least := min(row["rate"], row["runs"], row["requests"])) <= 0:
+                return f"{backend['name']}: a row: expected rate, runs and requests > 0; got {least}"
     return None
 
 
@@ -82,10 +84,13 @@ def _spared(shape: Any) -> bool:
 def _difference(value: Any, shape: Any, path: str) -> str | None:
     if isinstance(shape, _Maybe):
         return None if value is None else _difference(value, shape.shape, path)
+    if isinstance(shape, tuple):
+        known = ", ".join(map(str, shape))
+        return None if value in shape else f"{path}: expected one of {known}; got {str(value)[:60]!r}"
     wanted: Any = type(shape) if isinstance(shape, (dict, list)) else shape
     right = isinstance(value, (int, float) if wanted is float else wanted)
     if wanted in (int, float):
-        right = right and not isinstance(value, bool) and math.isfinite(value)
+        right = right and not isinstance(value, bool) and -1e300 < value < 1e300  # nor NaN
     if not right:
         kind = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}.get(
             wanted, "a number"
@@ -104,5 +109,7 @@ def _difference(value: Any, shape: Any, path: str) -> str | None:
             if key in value
         )
     elif isinstance(shape, list):
+        if len(shape) > 1 and len(value) != len(shape):
+            return f"{path}: expected {len(shape)} values; got {len(value)}"
         found = ((each, shape[0], f"{path}[{index}]") for index, each in enumerate(value))
     return next(filter(None, (_difference(*each) for each in found)), None)

@@ -13,7 +13,14 @@ from fi_backend.cli import serve_options
 from fi_backend.cli.probes.engines import Engine, probe_engines
 from fi_backend.cli.probes.host import Host, probe_host
 from fi_backend.cli.probes.runtime import Runtime, probe_runtime
-from fi_backend.cli.probes.tools import ModuleCache, Tool, probe_cache, probe_tools, probe_variables
+from fi_backend.cli.probes.tools import (
+    ModuleCache,
+    Tool,
+    probe_cache,
+    probe_tools,
+    probe_variables,
+    variable_problems,
+)
 from fi_backend.cli.shell import BROKEN_ENVIRONMENT, error_console, print_json
 
 if TYPE_CHECKING:
@@ -98,6 +105,7 @@ def examine() -> Report:
         *_build_problems(tools, cache, runtime),
         *_device_problems(runtime, tools),
         *_engine_problems(engines),
+        *variable_problems(),
     ]
     notes = [*_notes(host, runtime, tools, cache, engines)]
     return Report(host, runtime, tools, cache, engines, probe_variables(), problems, notes)

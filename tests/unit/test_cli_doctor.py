@@ -263,6 +263,23 @@ def test_a_bad_variable_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "FI_BACKEND_CACHE_DIR: expected an absolute path" in str(probe_cache().problem)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("FI_BACKEND_DEBUG", "2", "FI_BACKEND_DEBUG: expected 0 or 1, got '2'"),
+        ("FI_BACKEND_STATS_DIR", "stats", "FI_BACKEND_STATS_DIR: expected an absolute path, got 'stats'"),
+        ("FI_BACKEND_WITHOUT", "shring", "FI_BACKEND_WITHOUT: expected any of sharing, lpt, device_plan"),
+    ],
+)
+def test_a_value_that_stops_engines_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    result = invoke(monkeypatch)
+    assert result.exit_code == 1
+    assert f"problem: {words}" in result.stdout
+
+
 def test_host_names_the_machine() -> None:
     found = probe_host()
     assert found.package == fi_backend.__version__

@@ -99,3 +99,14 @@ def probe_variables() -> list[dict[str, str | None]]:
         }
         for each in env.VARIABLES
     ]
+
+
+def variable_problems() -> list[str]:
+    """Return what is wrong with our environment variables, but for those of the cache: see probe_cache()."""
+    problems = []
+    for read in (env.debug, env.stats_dir, env.without):
+        try:
+            read()
+        except ValueError as error:
+            problems.append(str(error))
+    return problems

@@ -8,7 +8,8 @@ beside all blocks, one mask for all heads and one for each KV head. Pages left o
 their ids are -1. Figures are taken in turn, so that what slows the machine slows both. On the CPU they are
 the processor time of one thread, in which other programs do not count. On a GPU they are those of one layer
 of a captured step, as `fi-backend bench kernels` takes them: layers have keys and values of their own, more
-bytes than its L2 cache holds, and an unrelated product stands behind each.
+bytes than its L2 cache holds, and an unrelated product stands behind each. Exits with 1 if an upper bound is
+over its limit.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,6 +78,8 @@ def main() -> None:
         )
     if chosen.json:
         chosen.json.write_text(json.dumps(record, indent=1) + "\n")
+    if over := [row["case"] for row in record["rows"] if row["bound"] > row["limit"]]:
+        sys.exit(f"expected upper bounds within their limits; over them: {'; '.join(over)}")
 
 
 def windows(requests: int, device: torch.device, cache_bytes: int) -> Case:

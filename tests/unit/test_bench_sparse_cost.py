@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -61,3 +64,21 @@ def test_on_a_cpu_one_layer_is_timed(script: ModuleType) -> None:
     case = script.Case(lambda layer: torch.full((1,), layer), lambda layer: torch.full((1,), layer), 1)
     found = script.compare(case, None, 2)
     assert set(found) == {"sparse_us", "plain_us", "ratio", "bound"}
+
+
+@pytest.mark.parametrize(("bound", "over"), [(0.149, ""), (0.151, "blocks 1024 x 4096, one mask; blocks")])
+def test_what_is_over_its_limit_is_recorded_and_fails(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bound: float, over: str
+) -> None:
+    figures = {"sparse_us": 1.0, "plain_us": 9.0, "ratio": 0.1, "bound": bound}
+    case = script.Case(torch.zeros, torch.zeros, 1)
+    for name, value in (("windows", case), ("blocks", case), ("compare", figures)):
+        monkeypatch.setattr(script, name, lambda *_, value=value: value)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(sys, "argv", ["sparse_cost.py", "--json", str(tmp_path / "record.json")])
+    try:
+        with pytest.raises(SystemExit, match=over) if over else nullcontext():
+            script.main()
+    finally:
+        torch.set_num_threads(threads)
+    assert len(json.loads((tmp_path / "record.json").read_text())["rows"]) == 4

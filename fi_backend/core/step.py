@@ -74,7 +74,7 @@ class Step:
         if self.device not in (None, "cpu", "cuda"):
             raise ValueError(f"device: expected cpu or cuda; got {self.device!r}.")
         if self.tiles is not None:
-            if not isinstance(self.tiles, (list, tuple)) or len(self.tiles) != 2:
+            if not isinstance(self.tiles, (list, tuple)) or [type(tile) for tile in self.tiles] != [int, int]:
                 raise TypeError(f"tiles: expected the least and the greatest height; got {self.tiles!r}.")
             object.__setattr__(self, "tiles", tuple(self.tiles))  # JSON has lists alone
 

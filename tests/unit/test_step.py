@@ -67,6 +67,7 @@ def test_a_file_by_hand_needs_the_lengths_only(tmp_path: Path) -> None:
         ({"block_table": [[7, 3, 9], [7, 2**31]]}, ValueError, r"block_table\[1\]: expected page ids >= 0"),
         ({"device": "tpu"}, ValueError, "device: expected cpu or cuda; got 'tpu'"),
         ({"tiles": 16}, TypeError, "tiles: expected the least and the greatest height; got 16"),
+        ({"tiles": [[16], 128]}, TypeError, r"tiles: expected the least and the greatest height; got \[\["),
         ({"colour": 1}, ValueError, "colour: expected one of"),
         ({"format": "other"}, ValueError, "format: expected 'fi_backend step 1'; got 'other'"),
     ],

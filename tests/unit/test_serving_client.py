@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,34 @@ def test_an_event_of_another_protocol_is_an_error(
     [outcome] = load(tmp_path, protocol, [Request([5], 4)]).outcomes
     assert outcome.error is not None
     assert outcome.error.startswith(f"expected events of {protocol.path}; got one that is none: IndexError")
+
+
+@pytest.mark.parametrize(("error", "told"), [(KeyboardInterrupt, False), (OSError, True)])
+def test_an_interruption_inside_a_task_is_not_reported_as_lost(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type[BaseException],
+    told: bool,
+) -> None:
+    """Ctrl-C may come while a task runs that nobody waits for; asyncio told of it at the end."""
+
+    async def lost() -> None:
+        raise error
+
+    protocol = PROTOCOLS["vllm"]
+    original = protocol.read
+
+    def read(outcome: Outcome, event: Mapping[str, Any], now: float) -> None:
+        if not outcome.count:
+            asyncio.get_running_loop().create_task(lost())
+        original(outcome, event, now)
+
+    monkeypatch.setattr(protocol, "read", read)
+    with nullcontext() if told else pytest.raises(KeyboardInterrupt):
+        load(tmp_path, protocol, [Request([5], 4)])
+    gc.collect()
+    assert ("never retrieved" in caplog.text) == told
 
 
 def test_no_server_is_an_outcome() -> None:

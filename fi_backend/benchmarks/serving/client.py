@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -83,6 +84,7 @@ async def _run(
     give_up: tuple[float, int] | None,
     watch: Callable[[LoadRun, float], None],
 ) -> LoadRun:
+    asyncio.get_running_loop().set_exception_handler(_not_interruptions)
     run = LoadRun([Outcome(request.samples) for request in requests])
     # Encoded before the clock starts: a long prompt takes milliseconds.
     bodies = [json.dumps(protocol.body(model, request)).encode() for request in requests]
@@ -104,6 +106,12 @@ async def _run(
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
     return run
+
+
+def _not_interruptions(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Leave out interruptions, which end the loop: a task of aiohttp's that met one has nobody to tell."""
+    if not isinstance(context.get("exception"), KeyboardInterrupt):
+        loop.default_exception_handler(context)
 
 
 async def _watch(

@@ -47,6 +47,14 @@ struct Consumer {
   __device__ __forceinline__ int place() const { return kBundles<Traits> ? warp / members : group; }
   __device__ __forceinline__ int kv_head() const { return in_bundle() ? w.kv_head + place() : w.kv_head; }
 
+  // What products of queries and keys are multiplied by. A negative scale would make the least logit the
+  // maximum: better no number than a wrong one.
+  __device__ __forceinline__ float logit_scale() const {
+    float scale = p.scale;
+    if constexpr (!Variant::kTransformsKey) scale *= p.k_scale[kv_head() * p.k_scale_stride];
+    return kTransform || scale > 0.f ? scale : quiet_nan();
+  }
+
   // Barrier between the warps that share a slice: the columns of the same rows, or a warpgroup's queries,
   // which lie where narrower tiles have the slices of any warp.
   __device__ __forceinline__ void sync_columns() const {

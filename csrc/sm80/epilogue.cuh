@@ -13,8 +13,6 @@ __device__ __forceinline__ int64_t row_offset(const AttentionParams& p, const La
          int64_t(kv_head * p.group + packed - token * p.group) * stride_head;
 }
 
-inline __device__ float quiet_nan() { return __int_as_float(0x7FC00000); }
-
 // Where packed row `packed` of a request stands. Indices of a composed request's rows are not all known;
 // what depends on them plans flat.
 __device__ __forceinline__ RowIndex row_index(const AttentionParams& p, const LaunchConstants& c, int request,

@@ -43,10 +43,7 @@ __device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, ui
   const int heads_log2 = kBundles<Traits> ? x.w.heads_log2 : 0;
   const int first = (x.member << heads_log2) + (x.in_bundle() ? x.place() : 0);
   const int step = Traits::kInvariant ? 1 : x.members << heads_log2;
-  float scale = x.p.scale;
-  if constexpr (!Variant::kTransformsKey) scale *= x.p.k_scale[x.kv_head() * x.p.k_scale_stride];
-  // A negative scale would make the least logit the maximum: better no number than a wrong one.
-  if (!kTransform && !(scale > 0.f)) scale = quiet_nan();
+  const float scale = x.logit_scale();
   const bool has_rows = x.group * 16 < x.w.q_rows;  // a group without rows frees its tiles all the same
   stage.advance(first);
 #pragma unroll 1
@@ -76,6 +73,19 @@ __device__ __forceinline__ void store(Consumer<Traits>& x) {
     store_partial(x, x.w.partial, lse, factor);
 }
 
+// A tile of 128 rows that its warps see in another way than narrower ones. Never finishes its unit.
+template <class View, class Products>
+__device__ __forceinline__ bool run_tallest(const AttentionParams& p, const LaunchConstants& c,
+                                            Control& control, const Work& w, int tid, char* shared,
+                                            uint32_t stages, const Ring<View::kStages>& stage, int tiles) {
+  Consumer<View> x(p, c, w, tid, shared);
+  Products::attend(x, control, stages, stage, tiles);
+  if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
+  store(x);
+  if constexpr (kWideHeads<View>) x.sync_columns();  // narrower tiles share the slices in another way
+  return false;
+}
+
 // Returns whether the item's unit is finished without its arrival.
 template <class Traits>
 __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchConstants& c, Control& control,
@@ -86,24 +96,16 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
                 "a warp holds whole rows");
   static_assert(!Traits::kReadsQueries || Traits::kHeadDimV <= Traits::kHeadDim,
                 "results leave through the queries' place");
+  const bool tallest = 1 << w.tile_log2 == kMaxQueryTile;
   if constexpr (Traits::kReadsQueries) {
-    if (1 << w.tile_log2 == kMaxQueryTile) {
-      Consumer<WideHeads<Traits>> x(p, c, w, tid, shared);
-      sm90::Wide<WideHeads<Traits>>::attend(x, control, stages, stage, tiles);
-      if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
-      store(x);
-      x.sync_columns();  // narrower tiles share the slices in another way
-      return false;
-    }
+    using View = WideHeads<Traits>;
+    if (tallest)
+      return run_tallest<View, sm90::Wide<View>>(p, c, control, w, tid, shared, stages, stage, tiles);
   }
   if constexpr (Traits::kWidens) {
-    if (1 << w.tile_log2 == kMaxQueryTile) {
-      Consumer<WidenedTiles<Traits>> x(p, c, w, tid, shared);
-      sm90::Widened<WidenedTiles<Traits>>::attend(x, control, stages, stage, tiles);
-      if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
-      store(x);
-      return false;
-    }
+    using View = WidenedTiles<Traits>;
+    if (tallest)
+      return run_tallest<View, sm90::Widened<View>>(p, c, control, w, tid, shared, stages, stage, tiles);
   }
   Consumer<Traits> x(p, c, w, tid, shared);
   if constexpr (Traits::kWgmma && !Traits::kReadsQueries && !Traits::kWidens) {

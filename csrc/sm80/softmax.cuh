@@ -9,6 +9,8 @@
 
 namespace fi::sm80 {
 
+inline __device__ float quiet_nan() { return __int_as_float(0x7FC00000); }
+
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);

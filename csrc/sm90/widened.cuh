@@ -24,8 +24,7 @@ struct Widened {
   __device__ __forceinline__ static void attend(Consumer& x, sm80::Control& control, uint32_t stages,
                                                 Ring ring, int tiles) {
     if (tiles == 0) return;
-    float scale = x.p.scale * x.p.k_scale[x.kv_head() * x.p.k_scale_stride];
-    if (!sm80::kTransform && !(scale > 0.f)) scale = sm80::quiet_nan();
+    const float scale = x.logit_scale();
     const float factor = sm80::kTransform ? 1.f : scale * sm80::kLog2e;
     float s[kTiles][4], shrink[2];
     uint32_t weights[kVSteps][4];

@@ -105,7 +105,7 @@ def check_variant(
                 PageTable.from_block_table(table, lens, page_size=page),
                 *(starts, lens),
                 group=spec.group_size,
-                max_tile=attention.planner.max_tile,
+                max_tile=attention.planner.tiles[1],
             )
         attention.plan(
             starts.to(batch.device), there_table, qo_indptr_host=starts, kv_lens_host=lens, forest=forest

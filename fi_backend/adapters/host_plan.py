@@ -48,6 +48,6 @@ def copy_forest(attention: BatchAttention, table: PageTable, lengths: HostLength
         PageTable.from_block_table(pages, lengths.kv_lens, page_size=table.page_size),
         *lengths,
         group=attention.spec.group_size,
-        max_tile=attention.planner.max_tile,
+        max_tile=attention.planner.tiles[1],
         limits=limits,
     )

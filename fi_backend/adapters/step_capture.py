@@ -12,7 +12,6 @@ from fi_backend.core.attention import BatchAttention
 from fi_backend.core.counters import STEP_FILES, counters, step_file
 from fi_backend.core.page_table import PageTable
 from fi_backend.core.step import Step, save_step
-from fi_backend.core.support import query_tiles
 
 from .host_plan import may_wait
 
@@ -55,7 +54,7 @@ class StepCapture:
             table,
             num_ctas=attention.num_ctas,
             device=attention.device.type,
-            tiles=query_tiles(attention.spec, attention.device, attention.variant),
+            tiles=attention.planner.tiles,
         )
         folder_of = counters().path
         assert folder_of is not None, "steps are asked for through the file of the counters"

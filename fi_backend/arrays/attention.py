@@ -175,7 +175,7 @@ class BatchAttention:
         begin, end = view("row_begin", table.row_begin), view("row_end", table.row_end)
         table = replace(table, row_begin=begin, row_end=end)
         most = None if limits is None else host_view("shareable", limits)
-        return found(self.spec, self.planner.max_tile, table, (starts, table.kv_lens), most)
+        return found(self.spec, self.planner.tiles[1], table, (starts, table.kv_lens), most)
 
     def _packed(
         self, mask: Any, q_lens: Any, kv_lens: Any, _: object, *, num_heads: Collection[int]

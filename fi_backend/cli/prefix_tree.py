@@ -96,7 +96,7 @@ def prefix_tree(step: Step, spec: AttentionSpec, flat: Planner, flat_plan: Plan)
     """
     qo_indptr, kv_lens = torch.from_numpy(step.qo_indptr), torch.from_numpy(step.kv_lens)
     forest = PrefixForest.of_step(
-        _page_table(step), qo_indptr, kv_lens, group=spec.group_size, max_tile=flat.max_tile
+        _page_table(step), qo_indptr, kv_lens, group=spec.group_size, max_tile=flat.tiles[1]
     )
     requests, tokens = flat.limits.max_requests, flat.limits.max_tokens
     sharing = SharingLimits(max_nodes=requests, max_levels=MAX_LEVELS, max_tokens=tokens)

@@ -136,7 +136,7 @@ def _plan(
     if pages is not None:
         table = PageTable.from_block_table(pages, kv_lens, page_size=spec.page_size)
         forest = PrefixForest.of_step(
-            table, qo_indptr, kv_lens, group=spec.group_size, max_tile=planner.max_tile
+            table, qo_indptr, kv_lens, group=spec.group_size, max_tile=planner.tiles[1]
         )
     buffer = torch.zeros(planner.layout.total, dtype=torch.uint8)
     planner.plan(qo_indptr, kv_lens, buffer, forest)

@@ -174,7 +174,7 @@ class BatchAttention:
                     raise PlanError(f"{name}: expected a host tensor, given with the other one; got none.")
             mask = pack_for(self.spec, custom_mask, q_host, kv_host, self.device)
             if detect_prefixes and self._shares("detect_prefixes"):
-                forest = found(self.spec, self.planner.max_tile, page_table, (q_host, kv_host), shareable)
+                forest = found(self.spec, self.planner.tiles[1], page_table, (q_host, kv_host), shareable)
             elif forest is not None and not self._shares("forest"):
                 forest = None
             plan = self._plan_on_host(q_host, kv_host, forest)

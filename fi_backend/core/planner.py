@@ -196,7 +196,7 @@ class Planner:
         self.layout = PlanLayout(*values[11:23])
         self.scratch_bytes: int = values[23]
         self._plan, self._plan_shared = native.plan, native.plan_shared
-        self.max_tile = tiles[1]
+        self.tiles = tiles
         self._page_size = spec.page_size
         self._on_device: dict[torch.device, tuple[Any, Tensor, int]] = {}
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from vllm_step import make_builder, make_common, make_layer, shared_step, stand_in_config
+from vllm_step import make_builder, make_common, make_layer, roomy_config, shared_step
 
 from fi_backend.adapters import step_capture
 from fi_backend.cli.explain_model import explain_step
@@ -28,9 +28,7 @@ LOG = "vllm.plugins.fi_backend"
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Any:
-    config = stand_in_config(monkeypatch)
-    config.scheduler_config.max_num_seqs = 16
-    config.model_config.max_model_len = 4096
+    config = roomy_config(monkeypatch)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     return config
 

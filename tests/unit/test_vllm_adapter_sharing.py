@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from vllm_step import BLOCK, make_builder, make_common, make_layer, outputs, shared_step, stand_in_config
+from vllm_step import BLOCK, make_builder, make_common, make_layer, outputs, roomy_config, shared_step
 
 from fi_backend.adapters import shared_counts
 from fi_backend.adapters.vllm import metadata
@@ -28,10 +28,7 @@ NAMES = "shared_plans", "prefix_nodes", "kv_tokens_saved", "kv_bytes_saved"
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Any:
-    config = stand_in_config(monkeypatch)
-    config.scheduler_config.max_num_seqs = 16
-    config.model_config.max_model_len = 4096
-    return config
+    return roomy_config(monkeypatch)
 
 
 class Plans:

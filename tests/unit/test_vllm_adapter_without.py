@@ -18,9 +18,9 @@ from vllm_step import (
     make_common,
     make_layer,
     outputs,
+    roomy_config,
     run_step,
     shared_step,
-    stand_in_config,
 )
 
 from fi_backend.adapters.vllm import metadata
@@ -33,10 +33,7 @@ DEVICE, HOST = "device", "host"
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Any:
-    config = stand_in_config(monkeypatch)
-    config.scheduler_config.max_num_seqs = 16
-    config.model_config.max_model_len = 4096
-    return config
+    return roomy_config(monkeypatch)
 
 
 class Plans:

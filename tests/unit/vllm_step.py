@@ -33,6 +33,14 @@ def stand_in_config(monkeypatch: pytest.MonkeyPatch) -> Any:
     return config
 
 
+def roomy_config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same for steps of up to 16 requests with contexts that are worth sharing."""
+    config = stand_in_config(monkeypatch)
+    config.scheduler_config.max_num_seqs = 16
+    config.model_config.max_model_len = 4096
+    return config
+
+
 def make_layer(config: Any, name: str, *, head_size_v: int = HEAD_DIM, **options: Any) -> Any:
     """Build a layer as vLLM's model code does, and put it where vLLM keeps it."""
     layer = SimpleNamespace(

@@ -21,7 +21,7 @@ from fi_backend.core.prefix_forest import PrefixForest
 from fi_backend.core.prepare import prepare
 from fi_backend.core.sharing import SharingLimits, flat_reason
 from fi_backend.core.spec import AttentionSpec
-from fi_backend.core.support import query_tiles, resolve, unsupported_reason
+from fi_backend.core.support import resolve, unsupported_reason
 from fi_backend.core.variant import AttentionVariant
 from fi_backend.errors import UnsupportedError
 
@@ -163,7 +163,7 @@ class Layers:
             kv_lens,
             page_size=self._page_size,
             group=spec.group_size,
-            max_tile=query_tiles(spec, self._device, kind.variant)[1],
+            max_tile=self._attention[kind].planner.tiles[1],
         )
         return found if found.num_nodes else None
 

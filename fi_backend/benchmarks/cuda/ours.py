@@ -68,7 +68,7 @@ def prepare_ours(
         table,
         qo_indptr_host=problem.qo_indptr.cpu(),
         kv_lens_host=lens.cpu(),
-        forest=find_prefixes(problem, attention.planner.max_tile) if shares else None,
+        forest=find_prefixes(problem, attention.planner.tiles[1]) if shares else None,
     )
     out = torch.empty(tokens, spec.num_qo_heads, spec.head_dim_v, dtype=problem.q.dtype, device=lens.device)
     nodes = plan.num_nodes if plan is not None else 0

@@ -20,6 +20,7 @@
 #include "compare_rows.h"
 #include "compose_rules.h"
 #include "device_groups.h"
+#include "phases.h"
 
 namespace fi {
 
@@ -72,6 +73,7 @@ class ForestFinder {
       longest = pages > longest ? pages : longest;
     }
     groups_.post_longest(longest);
+    FI_PHASE(block_, "read requests");
     LeaderSamples<Block> samples(block_, m_, p_, a_.rows, groups_.slots(), requests_);
     // Blocks that only compare look at the columns in any case: nobody waits for them if nothing is shared.
     const bool early = beside_ && block_.cta() > 0;
@@ -83,6 +85,7 @@ class ForestFinder {
         [&] {
           if (early) samples.insert();
         });
+    FI_PHASE(block_, "group, look");
     if (!found.some) return 0;
     if (block_.cta() == 0) meanwhile();
     int round = 0;
@@ -101,13 +104,18 @@ class ForestFinder {
             samples.choose();
           }
           block_.sync();
+          FI_PHASE(block_, "leaders of columns");
           compare_all(exchange);
+          FI_PHASE(block_, "compare rows");
         }
         block_.sync_cluster();
+        FI_PHASE(block_, "cluster barrier");
         FI_ROLL
         for (int32_t r = thread_; r < requests_; r += kThreads) read_comparison(exchange, r);
         groups_.clear();
+        FI_PHASE(block_, "results");
         found = groups_.find();
+        FI_PHASE(block_, "group, look again");
       }
       if (!found.broken) return found.pairs;
       FI_ROLL

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "device_plan.h"
+#include "phases.h"
 
 namespace fi {
 
@@ -89,6 +90,7 @@ FI_DEVICE LevelCounts choose_levels(Block& block, GroupScan<Block>& scan, const 
                               .run(
                                   pairs, args.forest.max_depth, [&] { chooser.clear(); },
                                   [&] { chooser.add_requests(plan.config, m.leaders.q_len); });
+  FI_PHASE(block, "nodes");
   return chooser.choose(plan.config, nodes);
 }
 
@@ -102,12 +104,17 @@ FI_DEVICE void plan_shared(Block& block, const DeviceShareArgs& args, DeviceShar
   const int32_t pairs = finder.run(plan.config, plan.num_requests, plan.qo_indptr, plan.kv_lens, [&] {
     if constexpr (kBeside) planner.begin();
     begun = kBeside;
+    FI_PHASE(block, "flat tiles, beside");
   });
+  FI_PHASE(block, "searched");
   if (block.cta() != 0) return;
   LevelCounts levels;
   if (pairs > 0) levels = choose_levels(block, scan, args, finder.num_requests(), pairs, m);
+  FI_PHASE(block, "levels");
   if (!begun) planner.begin();
+  FI_PHASE(block, "flat tiles");
   const int32_t nodes = planner.finish(levels);
+  FI_PHASE(block, "plan");
   if (args.tally && nodes > 0 && block.thread() < kWarp)
     add_to_tally(block, plan.config, m.levels, nodes, *args.tally);
 }

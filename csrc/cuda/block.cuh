@@ -5,6 +5,9 @@
 
 #include "../core/device_forest.h"
 #include "../ptx/cluster.cuh"
+#if FI_PHASES
+#include "phases.cuh"
+#endif
 
 namespace fi::cuda {
 
@@ -20,8 +23,22 @@ class CudaBlock {
   __device__ __forceinline__ int thread() const { return int(threadIdx.x); }
   __device__ __forceinline__ int cta() const { return int(blockIdx.x); }
   __device__ __forceinline__ int ctas() const { return int(gridDim.x); }
-  __device__ __forceinline__ void sync() { __syncthreads(); }
-  __device__ __forceinline__ bool sync_or(bool v) { return __syncthreads_or(v); }
+  __device__ __forceinline__ void sync() {
+    __syncthreads();
+#if FI_PHASES
+    mark(0);
+#endif
+  }
+#if FI_PHASES
+  __device__ __forceinline__ void mark(uint32_t id) { phases_.mark(id); }
+#endif
+  __device__ __forceinline__ bool sync_or(bool v) {
+    const bool any = __syncthreads_or(v);
+#if FI_PHASES
+    mark(0);
+#endif
+    return any;
+  }
   __device__ __forceinline__ void sync_cluster() {
 #if __CUDA_ARCH__ >= 900
     // Releases are cumulative: one warp's, behind a barrier of the block, is one for all that the block
@@ -68,6 +85,11 @@ class CudaBlock {
     reinterpret_cast<int4*>(to)[0] = words[0];
     reinterpret_cast<int4*>(to)[1] = words[1];
   }
+
+#if FI_PHASES
+ private:
+  PhaseClock phases_;
+#endif
 };
 
 }  // namespace fi::cuda

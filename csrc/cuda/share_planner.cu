@@ -84,3 +84,10 @@ cudaError_t plan_shared_on_device(const DeviceShareArgs& args, int ctas, cudaStr
 }
 
 }  // namespace fi::cuda
+
+#if FI_PHASES
+// Copies the marks of the last launch to the host, [kPhaseBlocks][kMostPhases + 1]; returns a cudaError_t.
+extern "C" __attribute__((visibility("default"))) int fi_read_phases(void* to) {
+  return int(cudaMemcpyFromSymbol(to, fi::cuda::phase_marks, sizeof(fi::cuda::phase_marks)));
+}
+#endif

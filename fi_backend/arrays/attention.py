@@ -127,7 +127,8 @@ class BatchAttention:
             tables of the host. Needs `sharing`.
         stream: of CUDA, on which the plan and the index arrays are uploaded (default: the current one of the
         table's library, CUDA's default stream for contiguous KV); up to four uploads may be under way. Call
-        it outside of the capture of a graph, and again before each replay: addresses stay.
+        it outside of the capture of a graph, and again before each replay: addresses stay, and replays see
+        the upload if they are queued on this stream after it.
 
         On a CPU, run() reads qo_indptr, the lengths and the table where they lie, on CUDA the table alone:
         what was written into them meanwhile counts, within the limits of the plan. Returns a view of the
@@ -209,8 +210,8 @@ class BatchAttention:
             raw bits as uint16 and uint8.
         out: [tokens, num_qo_heads, head_dim_v] of spec.dtype (default: a new array of q's library). lse:
             float32 [tokens, num_qo_heads], natural log, written when given; return_lse: return it, in a new
-            array where none is given. Rows that see no key get o = 0, lse = -inf. Results that are given must
-            be writable, which JAX's arrays are not.
+            array where none is given. Rows that see no key get o = 0, lse = -inf, rows of no request are not
+            written. Results that are given must be writable, which JAX's arrays are not.
         k_scale, v_scale, alibi_slopes, sinks, variant_args: as for fi_backend.BatchAttention.run().
         stream: of CUDA, an int or an object with __cuda_stream__ (default: the current one of q's library;
             for JAX, CUDA's default stream, and the call waits until the result is there).
@@ -267,6 +268,7 @@ class BatchAttention:
         self._step.order(handle)
         with advised(), self._place.using(handle):
             self._run(*inputs, *options, written, lse_written, *of_variant)
+        self._step.launched(handle)
         if self._place.is_capturing(handle):
             # A graph reads and writes these at every replay.
             self._captured.append((inputs, written, lse_written, of_variant))

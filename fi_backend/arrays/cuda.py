@@ -12,7 +12,7 @@ import numpy.typing as npt
 from fi_backend import env
 from fi_backend.arrays import cuda_driver as driver
 from fi_backend.arrays.capsule import bytes_at, set_cuda
-from fi_backend.arrays.library import Library, current_stream, stream_handle
+from fi_backend.arrays.library import CapturingStream, Library, current_stream, stream_handle
 from fi_backend.arrays.view import view
 from fi_backend.core.faults import faults_at, raise_faults
 from fi_backend.core.jit.arch import arch_of_capability
@@ -66,10 +66,15 @@ class CudaPlace:
         return env.debug()
 
     def stream_of(self, stream: object, array: Any) -> int:
-        """Return the handle of a stream, by default of the current one of the array's library."""
+        """Return the handle of a stream, by default of the current one of the array's library.
+
+        It is a CapturingStream where a graph is being captured.
+        """
         if stream is not None:
-            return stream_handle(stream)
-        return 0 if array is None else current_stream(array)
+            handle = stream_handle(stream)
+        else:
+            handle = 0 if array is None else current_stream(array)
+        return CapturingStream(handle) if driver.is_capturing(self.index, handle) else handle
 
     def prepare(self, module: Any) -> None:
         """Load the kernels of a module on this device, which a capture forbids later."""
@@ -116,15 +121,16 @@ class CudaPlace:
             driver.synchronize(self.index, stream)
 
     def is_capturing(self, stream: int) -> bool:
-        """Return whether a graph is being captured on a stream."""
-        return driver.is_capturing(self.index, stream)
+        """Return whether a graph is being captured on a stream, as stream_of() saw it."""
+        return isinstance(stream, CapturingStream)
 
 
 class CudaStep:
     """The plan of a step and its index arrays, at addresses that never move.
 
     size: bytes of a plan. The host writes slots of pinned memory in turn, each copied on the caller's stream
-    and written again once its copy is through.
+    and written again once its copy is through. Uploads and launches follow each other whatever their streams,
+    since they share the plan and scratch memory; those of a graph follow what their stream has queued.
     """
 
     def __init__(self, size: int, max_requests: int, index: int) -> None:
@@ -143,9 +149,10 @@ class CudaStep:
         for each in self._bytes:
             each[:] = 0
         self._events = [driver.Event(index) for _ in range(_SLOTS)]
+        self._launched = driver.Event(index)
         self._used = [False] * _SLOTS
         self._next = 0
-        self._uploaded: tuple[driver.Event, int] | None = None
+        self._last: tuple[driver.Event, int] | None = None
         self._views: dict[int, tuple[Any, ...]] = {}
 
     def host(self) -> tuple[npt.NDArray[np.uint8], Any]:
@@ -160,7 +167,7 @@ class CudaStep:
 
         Raises PlanError while a graph is being captured: its replays would copy the slot's later contents.
         """
-        if driver.is_capturing(self._index, stream):
+        if isinstance(stream, CapturingStream):
             raise PlanError(
                 "plan(): expected a call outside of the capture of a graph, and one before each replay; got "
                 "one inside, whose copy from the host the graph would repeat."
@@ -169,10 +176,11 @@ class CudaStep:
         for (offset, dtype), array in zip(self._sections, arrays, strict=True):
             target = self._bytes[at][offset : offset + array.nbytes].view(dtype)
             target[:] = array
+        self.order(stream)
         driver.copy_to_device(self._memory, self._slots[at], self._total, stream)
         self._events[at].record(stream)
         self._used[at] = True
-        self._uploaded = self._events[at], stream
+        self._last = self._events[at], stream
         self._next = (at + 1) % _SLOTS
         requests = arrays[-1].shape[0]
         if requests not in self._views:
@@ -185,10 +193,19 @@ class CudaStep:
 
     def expect_no_faults(self, layout: PlanLayout, stream: int) -> None:
         """In debug mode, wait for the launches and raise ValueError for what they met on the device."""
-        if env.debug() and not driver.is_capturing(self._index, stream):
+        if env.debug() and not isinstance(stream, CapturingStream):
             raise_faults(driver.int32_at(self._memory, faults_at(layout), stream))
 
     def order(self, stream: int) -> None:
-        """Let a stream wait for the last upload, if that is on another one."""
-        if self._uploaded is not None and self._uploaded[1] != stream:
-            self._uploaded[0].hold(stream)
+        """Let a stream wait for the last upload or launch, if that is on another one.
+
+        Does nothing in a capture, where the driver refuses such waits, and a replay would not repeat them.
+        """
+        if self._last is not None and self._last[1] != stream and not isinstance(stream, CapturingStream):
+            self._last[0].hold(stream)
+
+    def launched(self, stream: int) -> None:
+        """Note a launch for order()."""
+        if not isinstance(stream, CapturingStream):
+            self._launched.record(stream)
+            self._last = self._launched, stream

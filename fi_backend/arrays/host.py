@@ -113,6 +113,9 @@ class HostStep:
     def order(self, stream: int) -> None:
         """Do nothing: what was published is there."""
 
+    def launched(self, stream: int) -> None:
+        """Do nothing: a call that has returned is done."""
+
 
 @cache
 def _omp_threads() -> Any:

@@ -34,6 +34,10 @@ class Library(Enum):
     OTHER = "another library"
 
 
+class CapturingStream(int):
+    """The handle of a CUDA stream on which a graph is being captured."""
+
+
 _CLASSES = {
     Library.JAX: ("jax", "Array"),
     Library.CUPY: ("cupy", "ndarray"),

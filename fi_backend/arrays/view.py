@@ -10,7 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from fi_backend.arrays import capsule as described
-from fi_backend.arrays.library import Array, Library, device_of, expect_array, library_of
+from fi_backend.arrays import cuda_driver as driver
+from fi_backend.arrays.library import (
+    Array,
+    CapturingStream,
+    Library,
+    current_stream,
+    device_of,
+    expect_array,
+    library_of,
+)
 from fi_backend.core.index_arrays import dtype_name
 from fi_backend.core.jit.ffi import tvm_ffi
 
@@ -23,9 +32,9 @@ def view(name: str, array: Array, *, stream: int = 0, writable: bool = False, ra
     """Return a tvm_ffi.Tensor over the memory of `array`, which it keeps alive; nothing is copied.
 
     name: of the argument, for errors. stream: handle of the CUDA stream on which it will be used; the array's
-    library makes that stream wait for what it has queued. writable: whether it will be written. raw: the
-    dtype that unsigned integers of its size are the bits of, such as "bfloat16" for uint16. Raises TypeError
-    or ValueError naming the argument.
+    library makes that stream wait for what it has queued, in a capture only for what the graph has. writable:
+    whether it will be written. raw: the dtype that unsigned integers of its size are the bits of, such as
+    "bfloat16" for uint16. Raises TypeError or ValueError naming the argument.
     """
     expect_array(name, array)
     dtype = dtype_name(array.dtype)  # type: ignore[attr-defined]
@@ -91,14 +100,25 @@ def _numpy_capsule(array: Any, retyped: str | None) -> object:
 
 def _capsule(name: str, array: Any, stream: int) -> object:
     keywords: dict[str, Any] = {}
-    if device_of(name, array) != "cpu":
-        keywords["stream"] = stream or 1  # 0 is ambiguous in the protocol, which numbers the default stream 1
-    elif library_of(array) is Library.JAX:
-        array.block_until_ready()
+    on_host = device_of(name, array) == "cpu"
+    if library_of(array) is Library.JAX and (on_host or isinstance(stream, CapturingStream)):
+        array.block_until_ready()  # JAX would take -1 for a stream
+    elif not on_host:
+        keywords["stream"] = _that_waits(array, stream)
     try:
         return array.__dlpack__(**keywords, max_version=_VERSION)
     except TypeError:  # a producer of the protocol's first version
         return array.__dlpack__(**keywords)
+
+
+def _that_waits(array: Any, stream: int) -> int:
+    """DLPack's number of the stream that waits for what the array's library has queued, -1 for none."""
+    if isinstance(stream, CapturingStream):
+        # A capture can wait for other streams of its own, and the driver refuses all else.
+        current = current_stream(array)
+        if current in (0, stream) or not driver.is_capturing(int(array.__dlpack_device__()[1]), current):
+            return -1
+    return int(stream) or 1  # 0 is ambiguous in the protocol, which numbers the default stream 1
 
 
 def _expect_writable(name: str, array: Any, library: Library) -> None:

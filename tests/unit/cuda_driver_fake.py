@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CUDA driver whose device memory is the host's, and arrays that say they lie there."""
+"""A CUDA driver whose device memory is the host's, arrays that say they lie there, and a kernel for them."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 
+from fi_backend.arrays import AttentionSpec, BatchAttention, PageTable, cuda_driver, place
 from fi_backend.arrays.capsule import set_cuda
+from fi_backend.core.jit.ffi import tvm_ffi
+
+SPEC = AttentionSpec(4, 2, 64, dtype="float16", page_size=16)
 
 
 class FakeDriver:
@@ -89,6 +97,8 @@ class FakeDriver:
         return self._in_context()
 
     def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> int:  # noqa: N802
+        if (stream.value or 0) in self.capturing:
+            return 905  # of an event that was recorded outside of the capture
         self.log.append(("hold", stream.value or 0, event.value))
         return self._in_context()
 
@@ -127,3 +137,53 @@ def contents(view: Any) -> np.ndarray:
     kind = np.dtype(str(view.dtype))
     memory = (ctypes.c_ubyte * (count * kind.itemsize)).from_address(view.data_ptr())
     return np.frombuffer(memory, kind).reshape(view.shape).copy()
+
+
+@contextmanager
+def faked(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """Inside, fi_backend.arrays finds this driver."""
+    fake = FakeDriver()
+    monkeypatch.setattr(cuda_driver, "_library", lambda: fake)
+    cuda_driver._context.cache_clear()
+    place._cuda.cache_clear()
+    yield fake
+    gc.collect()
+    cuda_driver._context.cache_clear()
+    place._cuda.cache_clear()
+
+
+def index_arrays(requests: int) -> tuple[np.ndarray, ...]:
+    count = np.arange(requests + 1)
+    starts, begin = count.astype(np.int32), (100 * count[:-1]).astype(np.int64)
+    return starts, begin, begin + 7, (count[:-1] + 3).astype(np.int32)
+
+
+class Kernel:
+    """A module whose kernel writes down what it was given, and on which stream."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.streams: list[int] = []
+        self.prepared = 0
+
+    def prepare(self, there: Any) -> None:
+        assert there.__dlpack_device__()[0] == 2
+        self.prepared += 1
+
+    def run(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
+        self.streams.append(tvm_ffi().get_raw_stream(tvm_ffi().device("cuda", 1)))
+
+
+def inputs() -> tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray]:
+    q = np.zeros((3, 4, 64), np.float16)
+    k, v = np.zeros((2, 5, 16, 2, 64), np.float16)
+    return DeviceArray(q, 1), DeviceArray(k, 1), DeviceArray(v, 1), DeviceArray(np.zeros_like(q), 1)
+
+
+def planned(table: DeviceArray, stream: Any = 5) -> BatchAttention:
+    attention = BatchAttention(SPEC, max_requests=2, max_tokens=4, max_kv_len=64, device="cuda:1")
+    lens = np.array([20, 3], np.int32)
+    pages = PageTable.from_block_table(table, lens, page_size=16)
+    attention.plan(np.array([0, 1, 3], np.int32), pages, stream=stream)
+    return attention

@@ -6,12 +6,20 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-from cuda_driver_fake import DeviceArray, FakeDriver, contents
+from cuda_driver_fake import (
+    SPEC,
+    DeviceArray,
+    FakeDriver,
+    Kernel,
+    contents,
+    faked,
+    index_arrays,
+    inputs,
+    planned,
+)
 
 from fi_backend.arrays import (
     AttentionSpec,
@@ -19,34 +27,23 @@ from fi_backend.arrays import (
     PageTable,
     PrefixForest,
     SharingLimits,
-    cuda_driver,
-    place,
 )
 from fi_backend.arrays.cuda import CudaPlace, CudaStep
-from fi_backend.arrays.library import stream_handle
 from fi_backend.core import kernels
-from fi_backend.core.jit.ffi import tvm_ffi
 from fi_backend.errors import PlanError, UnsupportedError
-
-SPEC = AttentionSpec(4, 2, 64, dtype="float16", page_size=16)
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    fake = FakeDriver()
-    monkeypatch.setattr(cuda_driver, "_library", lambda: fake)
-    cuda_driver._context.cache_clear()
-    place._cuda.cache_clear()
-    yield fake
-    gc.collect()
-    cuda_driver._context.cache_clear()
-    place._cuda.cache_clear()
+    with faked(monkeypatch) as fake:
+        yield fake
 
 
-def index_arrays(requests: int) -> tuple[np.ndarray, ...]:
-    count = np.arange(requests + 1)
-    starts, begin = count.astype(np.int32), (100 * count[:-1]).astype(np.int64)
-    return starts, begin, begin + 7, (count[:-1] + 3).astype(np.int32)
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> Kernel:
+    fake = Kernel()
+    monkeypatch.setattr(kernels, "load_attention", lambda *_: fake)
+    return fake
 
 
 def test_a_step_is_uploaded_to_addresses_that_stay(driver: FakeDriver) -> None:
@@ -78,16 +75,6 @@ def test_a_slot_is_written_again_once_its_copy_is_through(driver: FakeDriver) ->
     kinds = [entry for entry in driver.log if entry[0] != "copy"]
     records = [("record", event, 5) for event in (1, 2, 3, 4)]
     assert kinds == [*records, ("wait", 1), records[0], ("wait", 2), records[1]]
-
-
-def test_another_stream_waits_for_the_upload(driver: FakeDriver) -> None:
-    step = CudaStep(size=8, max_requests=1, index=0)
-    step.order(7)
-    assert driver.log == []
-    step.publish(index_arrays(1), stream=5)
-    step.order(5)
-    step.order(7)
-    assert [entry for entry in driver.log if entry[0] == "hold"] == [("hold", 7, 1)]
 
 
 def test_memory_is_freed_when_its_last_view_goes(driver: FakeDriver) -> None:
@@ -126,82 +113,6 @@ def test_a_device_that_is_not_there(driver: FakeDriver) -> None:
         BatchAttention(SPEC, max_requests=1, max_tokens=1, max_kv_len=1, device="cuda:2")
 
 
-def test_streams_of_any_library() -> None:
-    assert stream_handle(7) == 7
-    assert stream_handle(SimpleNamespace(ptr=8)) == 8
-    assert stream_handle(SimpleNamespace(cuda_stream=9)) == 9
-    assert stream_handle(SimpleNamespace(__cuda_stream__=lambda: (0, 10), ptr=8)) == 10
-    with pytest.raises(
-        TypeError, match=r"^stream: expected an int or an object with __cuda_stream__; got str"
-    ):
-        stream_handle("7")
-
-
-class Kernel:
-    """A module whose kernel writes down what it was given, and on which stream."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.streams: list[int] = []
-        self.prepared = 0
-
-    def prepare(self, there: Any) -> None:
-        assert there.__dlpack_device__()[0] == 2
-        self.prepared += 1
-
-    def run(self, *arguments: Any) -> None:
-        self.calls.append(arguments)
-        self.streams.append(tvm_ffi().get_raw_stream(tvm_ffi().device("cuda", 1)))
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> Kernel:
-    fake = Kernel()
-    monkeypatch.setattr(kernels, "load_attention", lambda *_: fake)
-    return fake
-
-
-def inputs() -> tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray]:
-    q = np.zeros((3, 4, 64), np.float16)
-    k, v = np.zeros((2, 5, 16, 2, 64), np.float16)
-    return DeviceArray(q, 1), DeviceArray(k, 1), DeviceArray(v, 1), DeviceArray(np.zeros_like(q), 1)
-
-
-def planned(table: DeviceArray, stream: Any = 5) -> BatchAttention:
-    attention = BatchAttention(SPEC, max_requests=2, max_tokens=4, max_kv_len=64, device="cuda:1")
-    lens = np.array([20, 3], np.int32)
-    pages = PageTable.from_block_table(table, lens, page_size=16)
-    attention.plan(np.array([0, 1, 3], np.int32), pages, stream=stream)
-    return attention
-
-
-def test_a_call_is_queued_on_the_callers_stream(driver: FakeDriver, kernel: Kernel) -> None:
-    table = DeviceArray(np.array([[3, 1], [0, -1]], np.int32), 1)
-    attention = planned(table)
-    assert kernel.prepared == 1
-    q, k, v, out = inputs()
-    assert attention.run(q, k, v, out=out, stream=6) is out
-    assert kernel.streams == [6]
-    assert [array.streams for array in (q, k, v, out)] == [[6]] * 4
-    assert table.streams[-1] == 5
-    *inner, num_ctas, written, lse = kernel.calls[0]
-    assert num_ctas == 132
-    assert lse is None
-    assert written.data_ptr() == out.array.ctypes.data
-    assert inner[4].data_ptr() == table.array.ctypes.data
-    np.testing.assert_array_equal(contents(inner[3]), [0, 1, 3])
-    np.testing.assert_array_equal(contents(inner[5]), [0, 2])
-    np.testing.assert_array_equal(contents(inner[6]), [2, 4])
-    np.testing.assert_array_equal(contents(inner[7]), [20, 3])
-    # The upload was on another stream, and nobody knows on which one the result is read.
-    order = [entry for entry in driver.log if entry[0] in ("hold", "synchronize")]
-    assert order[-2:] == [("hold", 6, 1), ("synchronize", 6)]
-    assert tvm_ffi().get_raw_stream(tvm_ffi().device("cuda", 1)) == 0
-    assert attention.run(q, k, v, out=out) is out
-    assert q.streams[-1] == 1  # DLPack's number of CUDA's default stream
-    assert kernel.streams[-1] == 0
-
-
 def test_debug_mode_tells_what_a_launch_met(
     driver: FakeDriver, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,27 +127,6 @@ def test_debug_mode_tells_what_a_launch_met(
     assert driver.log[-1] == ("synchronize", 6)
     driver.capturing = {6}
     attention.run(q, k, v, out=out, stream=6)
-
-
-def test_a_captured_call_keeps_its_arrays(driver: FakeDriver, kernel: Kernel) -> None:
-    attention = planned(DeviceArray(np.array([[3, 1], [0, -1]], np.int32), 1))
-    driver.capturing = {6}
-    with pytest.raises(PlanError, match=r"^plan\(\): expected a call outside of the capture"):
-        attention.plan(
-            np.array([0, 1, 3], np.int32),
-            PageTable.ragged(np.array([0, 4, 8], np.int32)),
-            stream=6,
-        )
-    memory = []
-    for _ in range(2):
-        q, k, v, out = inputs()
-        memory += [array.array.ctypes.data for array in (q, k, v, out)]
-        attention.run(q, k, v, out=out, stream=6)
-        kernel.calls.clear()
-        del q, k, v, out
-    gc.collect()
-    held = [part for call in attention._captured for part in (*call[0], call[1])]
-    assert set(memory) <= {part.data_ptr() for part in held if hasattr(part, "data_ptr")}
 
 
 def test_prefixes_are_not_looked_for_in_a_table_on_the_device(kernel: Kernel) -> None:

@@ -31,17 +31,20 @@ def test_the_planner_counts_what_the_host_counts() -> None:
 
 
 def test_counts_come_back_while_steps_go_on() -> None:
-    case = tree(4, 8, root_pages=200, group_pages=50)
+    # A prompt of all 32 requests and those of four groups, so long that both levels pay by far.
+    case = tree(4, 8, root_pages=1000, group_pages=400)
     requests = len(case.paths)
     attention = BatchAttention(
         AttentionSpec(32, 8, 128, page_size=16),
         max_requests=requests,
         max_tokens=requests,
-        max_kv_len=8192,
+        max_kv_len=32768,
         device="cuda",
         sharing=SharingLimits(requests, 3, requests),
     )
     assert attention.tally is not None
+    expected = saved_by(host_plan(attention.planner, case, page_table(case)))
+    assert expected.nodes == 5
     table = on_device(page_table(case))
     qo_indptr = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
     taken = []
@@ -56,5 +59,4 @@ def test_counts_come_back_while_steps_go_on() -> None:
     taken.append(attention.tally.take())
     plans, nodes, tokens = (sum(values) for values in zip(*taken, strict=True))
     assert READ_EVERY <= plans <= 2 * READ_EVERY
-    # A prompt of all 32 requests and those of four groups, eight requests each.
-    assert (nodes, tokens) == (5 * plans, (31 * 200 + 4 * 7 * 50) * 16 * plans)
+    assert (nodes, tokens) == (plans * expected.nodes, plans * expected.tokens)

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Finds which requests begin with the same pages, in tables that only the device knows: by a cluster of
 // thread blocks, or by one. `Block` is one of its thread blocks (collectives.h), which also has
-//   cta(), ctas(), sync_cluster(), sync_or(), compare_and_swap(), keep_least() and load_exchanged().
+//   cta(), ctas(), sync_cluster(), sync_or(), compare_and_swap(), keep_least() and load_exchanged(),
+//   open_inbox(), wait_for_inboxes(), send(), receive() and leave(), see Inbox.
 //
 // Of each request r it finds the leader, the smallest request that has the longest run of leading pages in
 // common with r among those before r, and that run. These say everything: the nodes of the forest are the
@@ -24,7 +25,7 @@
 
 namespace fi {
 
-// int32 words through which the blocks of a cluster tell each other what they found.
+// int32 words through which the blocks of a cluster tell each other what they found, behind the first round.
 inline constexpr int64_t kExchangeWords = 2 * 4 * kForestRequests;
 
 struct DeviceForestArgs {
@@ -42,29 +43,41 @@ struct alignas(16) Comparison {
   int32_t reserved;
 };
 
+// What the blocks of a cluster have found in the first round is sent to each of them, without a barrier and
+// without a way through global memory. All threads call open_inbox() first, and wait_for_inboxes() before
+// they send() or meet in sync_cluster(). Each block gets so many bytes as it has opened for, whatever is
+// found, and ends only when they are there: nobody writes to a block that has ended.
+struct Inbox {
+  uint64_t barrier;
+};
+
 // kBeside: the first block of several compares nothing, it has something else to do meanwhile.
 template <class Block, bool kBeside>
 class ForestFinder {
  public:
-  static constexpr int kThreads = Block::kThreads, kLanes = 8;
+  static constexpr int kThreads = Block::kThreads, kLanes = 8, kMostBlocks = 8;
 
+  // received: kForestRequests, of the first round; until pairs are found.
   FI_DEVICE ForestFinder(Block& block, GroupScan<Block>& scan, const DeviceForestArgs& args,
-                         ForestMemory& memory, ForestPairs& pairs)
+                         ForestMemory& memory, ForestPairs& pairs, Comparison* received, Inbox& inbox)
       : block_(block),
         a_(args),
         m_(memory),
         p_(pairs),
+        received_(received),
+        inbox_(inbox),
         groups_(block, scan, memory, pairs),
         beside_(kBeside && block.ctas() > 1),
         thread_(block.thread()) {}
 
   // Returns the number of pairs (leader, common), 0 where nothing is shared; in other blocks than the first
   // it may be anything. Behind pairs lies a barrier. meanwhile: called by the first block, when something is
-  // shared.
+  // shared; has a barrier where this block compares nothing. All blocks leave() at last.
   template <class Meanwhile>
   FI_DEVICE int32_t run(const PlannerConfig& config, int32_t num_requests, const int32_t* qo_indptr,
                         const int32_t* kv_lens, Meanwhile meanwhile) {
     requests_ = num_requests < kForestRequests ? num_requests : kForestRequests;
+    block_.open_inbox(&inbox_, uint32_t(requests_) * sizeof(Comparison));
     groups_.begin(requests_);
     int32_t longest = 0;
     FI_ROLL
@@ -86,18 +99,22 @@ class ForestFinder {
           if (early) samples.insert();
         });
     FI_PHASE(block_, "group, look");
-    if (!found.some) return 0;
-    if (block_.cta() == 0) meanwhile();
+    if (!found.some) {
+      if (compares()) send_nothing();
+      return 0;
+    }
     int round = 0;
     FI_ROLL
     for (int attempt = 0; attempt < 2; ++attempt) {
       // Without a group in round n no node has n nodes above it.
       FI_ROLL
       for (int rounds = 0; rounds < a_.max_depth && found.some && !found.broken; ++rounds, ++round) {
+        const bool first = round == 0;
         auto* exchange = reinterpret_cast<Comparison*>(a_.exchange) + round % 2 * kForestRequests;
         groups_.take_leaders();
+        if (first && block_.cta() == 0) meanwhile();
         if (compares()) {
-          if (round == 0) {
+          if (first) {
             if (!early) samples.load(longest);
             if (!early) samples.insert();
             if (!early) block_.sync();
@@ -105,14 +122,24 @@ class ForestFinder {
           }
           block_.sync();
           FI_PHASE(block_, "leaders of columns");
-          compare_all(exchange);
+          compare_all(exchange, first);
           FI_PHASE(block_, "compare rows");
+        } else if (first) {
+          block_.wait_for_inboxes();
         }
-        block_.sync_cluster();
-        FI_PHASE(block_, "cluster barrier");
+        if (first) {
+          groups_.clear();
+          block_.receive(&inbox_);
+          received_all_ = true;
+        } else {
+          block_.sync_cluster();
+          groups_.clear();
+        }
+        FI_PHASE(block_, "exchange");
         FI_ROLL
-        for (int32_t r = thread_; r < requests_; r += kThreads) read_comparison(exchange, r);
-        groups_.clear();
+        for (int32_t r = thread_; r < requests_; r += kThreads)
+          if (m_.state[r] == kComparing)
+            read_comparison(first ? received_[r] : block_.load_exchanged(&exchange[r]), r);
         FI_PHASE(block_, "results");
         found = groups_.find();
         FI_PHASE(block_, "group, look again");
@@ -125,6 +152,11 @@ class ForestFinder {
       found = groups_.find();
     }
     return 0;
+  }
+
+  // Before a block ends.
+  FI_DEVICE void leave() {
+    if (!received_all_) block_.leave(&inbox_);
   }
 
   FI_DEVICE int32_t num_requests() const { return requests_; }
@@ -161,30 +193,56 @@ class ForestFinder {
     m_.state[r] = pages > 0 ? kActive : kDone;
   }
 
-  // kLanes lanes compare a request; neighbours are in different blocks, so that all read alike.
-  FI_DEVICE void compare_all(Comparison* found) {
+  // A request is for kLanes lanes: visit(the first request of a round, theirs). Neighbours are in different
+  // blocks, so that all read alike.
+  template <class Visit>
+  FI_DEVICE void for_compared(Visit visit) {
     const int32_t blocks = block_.ctas() - beside_, all = kThreads / kLanes * blocks;
     const int32_t first = thread_ / kLanes * blocks + block_.cta() - beside_;
     FI_ROLL
-    for (int32_t base = 0; base < requests_; base += all) {
-      const int32_t r = base + first;
-      const bool valid = r < requests_ && m_.state[r] == kComparing;
-      if (!block_.ballot(valid)) continue;
-      const int32_t leader = valid ? m_.leader[r] : 0;
-      CommonPages c{nullptr, nullptr, 0, 0, 0};
-      if (valid) {
-        // Page `common` is compared again in vain, except in the first round.
-        const int32_t own = m_.pages[r], other = m_.pages[leader];
-        c = {row(r), row(leader), m_.common[r], own < other ? own : other, own};
-      }
-      compare_rows<kLanes>(block_, a_.rows.step, c);
-      if (valid && thread_ % kLanes == 0) found[r] = {leader, c.begin, c.next, 0};
-    }
+    for (int32_t base = 0; base < requests_; base += all) visit(base, base + first);
   }
 
-  FI_DEVICE void read_comparison(const Comparison* found, int32_t r) {
-    if (m_.state[r] != kComparing) return;
-    const Comparison c = block_.load_exchanged(&found[r]);
+  // first: in the first round, whose results are sent.
+  FI_DEVICE void compare_all(Comparison* found, bool first) {
+    for_compared([&](int32_t base, int32_t r) {
+      const bool valid = r < requests_ && m_.state[r] == kComparing;
+      Comparison result{-1, 0, 0, 0};
+      if (block_.ballot(valid)) {
+        CommonPages c{nullptr, nullptr, 0, 0, 0};
+        if (valid) {
+          const int32_t leader = m_.leader[r], own = m_.pages[r], other = m_.pages[leader];
+          // Page `common` is compared again in vain, except in the first round.
+          c = {row(r), row(leader), m_.common[r], own < other ? own : other, own};
+          result.leader = leader;
+        }
+        compare_rows<kLanes>(block_, a_.rows.step, c);
+        result.common = c.begin;
+        result.next = c.next;
+      }
+      if (first) {
+        // Not before: what waits for a cluster empties a cache.
+        if (base == 0) block_.wait_for_inboxes();
+        send(r, result);
+      } else if (valid && thread_ % kLanes == 0) {
+        found[r] = result;
+      }
+    });
+  }
+
+  FI_DEVICE void send_nothing() {
+    block_.wait_for_inboxes();
+    for_compared([&](int32_t, int32_t r) { send(r, {-1, 0, 0, 0}); });
+  }
+
+  // To a block a lane.
+  FI_DEVICE void send(int32_t r, const Comparison& result) {
+    static_assert(kLanes >= kMostBlocks);
+    const int lane = thread_ % kLanes;
+    if (r < requests_ && lane < block_.ctas()) block_.send(&received_[r], result, &inbox_, lane);
+  }
+
+  FI_DEVICE void read_comparison(const Comparison& c, int32_t r) {
     const int32_t pages = m_.pages[r];
     if (uint32_t(c.leader) >= uint32_t(r) || c.common < 1 || c.common > pages ||
         c.common > m_.pages[c.leader]) {
@@ -201,10 +259,13 @@ class ForestFinder {
   const DeviceForestArgs& a_;
   ForestMemory& m_;
   ForestPairs& p_;
+  Comparison* const received_;
+  Inbox& inbox_;
   RequestGroups<Block> groups_;
   const bool beside_;
   const int thread_;
   int32_t requests_ = 0;
+  bool received_all_ = false;
 };
 
 }  // namespace fi

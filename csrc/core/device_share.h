@@ -34,6 +34,7 @@ struct DeviceShareMemory {
   using Planning = typename DevicePlanner<Block, true>::Memory;
   struct None {};
   CollectiveSlots<Block::kThreads / kWarp, 5> slots;
+  Inbox inbox;
   union {
     ForestMemory leaders;   // until nodes are placed
     LevelsMemory choosing;  // until levels are chosen; its sums are cleared before nodes are placed
@@ -41,7 +42,10 @@ struct DeviceShareMemory {
   };
   std::conditional_t<kBeside, Planning, None> planning_beside;
   union {
-    ForestNodesMemory sorting;  // until nodes are built
+    struct {
+      ForestNodesMemory sorting;             // until nodes are built
+      Comparison received[kForestRequests];  // until pairs are found
+    };
     Levels levels;
   };
   union {
@@ -99,7 +103,8 @@ FI_DEVICE void plan_shared(Block& block, const DeviceShareArgs& args, DeviceShar
   const DevicePlanArgs& plan = args.plan;
   GroupScan<Block> scan(block, m.slots);
   DevicePlanner<Block, true> planner(block, plan, m.planning(), &m.levels, &m.tables);
-  ForestFinder<Block, kBeside> finder(block, scan, args.forest, m.leaders, m.sorting.pairs);
+  ForestFinder<Block, kBeside> finder(block, scan, args.forest, m.leaders, m.sorting.pairs, m.received,
+                                      m.inbox);
   bool begun = false;
   const int32_t pairs = finder.run(plan.config, plan.num_requests, plan.qo_indptr, plan.kv_lens, [&] {
     if constexpr (kBeside) planner.begin();
@@ -107,7 +112,7 @@ FI_DEVICE void plan_shared(Block& block, const DeviceShareArgs& args, DeviceShar
     FI_PHASE(block, "flat tiles, beside");
   });
   FI_PHASE(block, "searched");
-  if (block.cta() != 0) return;
+  if (block.cta() != 0) return finder.leave();
   LevelCounts levels;
   if (pairs > 0) levels = choose_levels(block, scan, args, finder.num_requests(), pairs, m);
   FI_PHASE(block, "levels");
@@ -117,6 +122,7 @@ FI_DEVICE void plan_shared(Block& block, const DeviceShareArgs& args, DeviceShar
   FI_PHASE(block, "plan");
   if (args.tally && nodes > 0 && block.thread() < kWarp)
     add_to_tally(block, plan.config, m.levels, nodes, *args.tally);
+  finder.leave();
 }
 
 }  // namespace fi

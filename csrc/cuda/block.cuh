@@ -5,6 +5,8 @@
 
 #include "../core/device_forest.h"
 #include "../ptx/cluster.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "../ptx/tma.cuh"
 #if FI_PHASES
 #include "phases.cuh"
 #endif
@@ -54,6 +56,40 @@ class CudaBlock {
     __syncthreads();
 #endif
   }
+  __device__ __forceinline__ void open_inbox(Inbox* box, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) {
+      const uint32_t barrier = shared(&box->barrier);
+      ptx::mbarrier_init(barrier, 1);
+      ptx::mbarrier_arrive_expect(barrier, bytes);
+      ptx::fence_mbarrier_init();
+    }
+    __syncwarp();
+    ptx::barrier_cluster_arrive_relaxed();
+#endif
+  }
+  __device__ __forceinline__ void wait_for_inboxes() {
+#if __CUDA_ARCH__ >= 900
+    __syncwarp();
+    ptx::barrier_cluster_wait();
+#endif
+  }
+  __device__ __forceinline__ void send(Comparison* to, const Comparison& v, Inbox* box, int cta) {
+#if __CUDA_ARCH__ >= 900
+    ptx::store_async(ptx::map_shared(shared(to), cta), {v.leader, v.common, v.next, v.reserved},
+                     ptx::map_shared(shared(&box->barrier), cta));
+#else
+    *to = v;
+#endif
+  }
+  __device__ __forceinline__ void receive(Inbox* box) {
+#if __CUDA_ARCH__ >= 900
+    ptx::mbarrier_wait(shared(&box->barrier), 0);
+#else
+    __syncthreads();
+#endif
+  }
+  __device__ __forceinline__ void leave(Inbox* box) { receive(box); }
   __device__ __forceinline__ void sync_warp() { __syncwarp(); }
   __device__ __forceinline__ uint32_t ballot(bool v) { return __ballot_sync(kAllLanes, v); }
   template <class T>
@@ -86,8 +122,12 @@ class CudaBlock {
     reinterpret_cast<int4*>(to)[1] = words[1];
   }
 
-#if FI_PHASES
  private:
+  static __device__ __forceinline__ uint32_t shared(const void* p) {
+    return uint32_t(__cvta_generic_to_shared(p));
+  }
+
+#if FI_PHASES
   PhaseClock phases_;
 #endif
 };

@@ -23,6 +23,8 @@ struct Memory {
     LevelsMemory choosing;
   };
   ForestNodesMemory sorting;
+  Comparison received[kForestRequests];
+  Inbox inbox;
   ForestNodes nodes;
   Levels levels;
 };
@@ -51,8 +53,10 @@ void find(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorVie
   const auto body = [&](Thread& thread) {
     Memory<Thread>& m = memory[size_t(thread.cta())];
     GroupScan<Thread> scan(thread, m.slots);
-    ForestFinder<Thread, (kCtas > 1)> finder(thread, scan, args, m.leaders, m.sorting.pairs);
-    const int32_t pairs = finder.run(c, requests, starts, lens, [] {});
+    ForestFinder<Thread, (kCtas > 1)> finder(thread, scan, args, m.leaders, m.sorting.pairs, m.received,
+                                             m.inbox);
+    const int32_t pairs = finder.run(c, requests, starts, lens, [&] { thread.sync(); });
+    finder.leave();
     if (thread.cta() != 0) return;
     NodeCount found{};
     if (pairs > 0)

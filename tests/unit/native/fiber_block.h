@@ -15,8 +15,9 @@
 
 namespace fi::test {
 
-// What the first block of a run did. warp_steps: operations of whole warps, of the warp with most of them
-// between two barriers. atomics: operations on memory that other threads change too, of all threads.
+// What the first block of a run did. cluster_barriers: and waits for what others send. warp_steps: operations
+// of whole warps, of the warp with most of them between two barriers. atomics: operations on memory that
+// other threads change too, of all threads.
 struct BlockCounts {
   int64_t block_barriers = 0, cluster_barriers = 0, warp_steps = 0, atomics = 0;
 };
@@ -36,7 +37,8 @@ class FiberBlock {
     fibers_.assign(kFibers, {});
     warps_.assign(kFibers / 32, {});
     ctas_.assign(kCtas, {});
-    waiting_ = done_ = 0;
+    waiting_ = done_ = opened_ = 0;
+    waits_for_inboxes_.clear();
     counts_ = {};
     ready_.clear();  // what a run that failed has left
     error_.clear();
@@ -131,6 +133,39 @@ class FiberBlock {
     T load_exchanged(const T* from) {
       return *from;
     }
+    template <class Box>
+    void open_inbox(Box* box, uint32_t bytes) {
+      Cta& cta = block_.ctas_[size_t(cta_)];
+      cta.inbox = reinterpret_cast<char*>(box);
+      cta.expected = bytes;
+      ++block_.opened_;
+      block_.wake(block_.waits_for_inboxes_, block_.opened_ == kFibers);
+    }
+    void wait_for_inboxes() {
+      may_send_ = true;
+      block_.wait_until(block_.waits_for_inboxes_, block_.opened_ == kFibers);
+    }
+    // Inboxes lie in the same place of each block's memory, and so does what is sent.
+    template <class T, class Box>
+    void send(T* to, const T& v, Box*, int cta) {
+      Cta &there = block_.ctas_[size_t(cta)], &own = block_.ctas_[size_t(cta_)];
+      if (!may_send_) block_.error_ = "a thread sends before it has waited for inboxes";
+      if (there.ended > 0) block_.error_ = "a thread sends to a block that ends";
+      *reinterpret_cast<T*>(there.inbox + (reinterpret_cast<char*>(to) - own.inbox)) = v;
+      there.received += sizeof(T);
+      if (there.received > there.expected) block_.error_ = "a block receives more than it has opened for";
+      block_.wake(there.waiting_for_inbox, there.received == there.expected);
+    }
+    template <class Box>
+    void receive(Box* box) {
+      if (cta_ == 0 && thread_ == 0) ++block_.counts_.cluster_barriers;
+      leave(box);
+    }
+    template <class Box>
+    void leave(Box*) {
+      Cta& cta = block_.ctas_[size_t(cta_)];
+      block_.wait_until(cta.waiting_for_inbox, cta.received == cta.expected);
+    }
     template <class T>
     void store(T* to, const T& v) {
       *to = v;
@@ -155,6 +190,7 @@ class FiberBlock {
     FiberBlock& block_;
     const int thread_, cta_;
     int half_ = 0, calls_ = 0;
+    bool may_send_ = false;
   };
 
  private:
@@ -166,8 +202,11 @@ class FiberBlock {
     bool at_cluster_barrier = false;
   };
   struct Cta {
-    int waiting = 0;
+    int waiting = 0, ended = 0;
     bool any[4] = {};
+    char* inbox = nullptr;
+    size_t received = 0, expected = 0;  // bytes
+    std::vector<int> waiting_for_inbox;
   };
   struct Warp {
     int arrived = 0, kind = 0, steps = 0;
@@ -179,10 +218,23 @@ class FiberBlock {
     Thread t(*self, thread);
     (*self->body_)(t);
     ++self->done_;
+    ++self->ctas_[size_t(thread / kThreads)].ended;
     self->meet_cluster();
   }
 
   void suspend() { swapcontext(&fibers_[size_t(running_)].context, &scheduler_); }
+
+  void wait_until(std::vector<int>& queue, bool now) {
+    if (now) return;
+    queue.push_back(running_);
+    suspend();
+  }
+
+  void wake(std::vector<int>& queue, bool now) {
+    if (!now) return;
+    ready_.insert(ready_.end(), queue.begin(), queue.end());
+    queue.clear();
+  }
 
   // The first block is between two barriers, where its slowest warp counts.
   void end_interval() {
@@ -249,7 +301,8 @@ class FiberBlock {
   ucontext_t scheduler_{};
   std::string error_;
   BlockCounts counts_;
-  int running_ = 0, waiting_ = 0, done_ = 0;
+  std::vector<int> waits_for_inboxes_;
+  int running_ = 0, waiting_ = 0, done_ = 0, opened_ = 0;
 };
 
 }  // namespace fi::test

@@ -88,9 +88,9 @@ class ForestFinder {
     groups_.post_longest(longest);
     FI_PHASE(block_, "read requests");
     LeaderSamples<Block> samples(block_, m_, p_, a_.rows, groups_.slots(), requests_);
-    // Blocks that only compare look at the columns in any case: nobody waits for them if nothing is shared.
+    // Blocks that only compare do not ask first whether anything is shared: nobody waits for them if not.
     const bool early = beside_ && block_.cta() > 0;
-    Groups found = groups_.find(
+    groups_.put(
         [&] {
           longest = groups_.posted_longest();
           if (early) samples.load(longest);
@@ -98,9 +98,13 @@ class ForestFinder {
         [&] {
           if (early) samples.insert();
         });
-    FI_PHASE(block_, "group, look");
+    FI_PHASE(block_, "group, columns");
+    if (early) compare_first(samples);
+    FI_PHASE(block_, "compare rows, send");
+    Groups found = groups_.look();
+    FI_PHASE(block_, "look");
     if (!found.some) {
-      if (compares()) send_nothing();
+      if (!beside_) send_nothing();
       return 0;
     }
     int round = 0;
@@ -111,27 +115,28 @@ class ForestFinder {
       for (int rounds = 0; rounds < a_.max_depth && found.some && !found.broken; ++rounds, ++round) {
         const bool first = round == 0;
         auto* exchange = reinterpret_cast<Comparison*>(a_.exchange) + round % 2 * kForestRequests;
-        groups_.take_leaders();
-        if (first && block_.cta() == 0) meanwhile();
-        if (compares()) {
-          if (first) {
-            if (!early) samples.load(longest);
-            if (!early) samples.insert();
-            if (!early) block_.sync();
-            samples.choose();
-          }
+        if (first && !beside_) {
+          samples.load(longest);
+          samples.insert();
           block_.sync();
-          FI_PHASE(block_, "leaders of columns");
-          compare_all(exchange, first);
-          FI_PHASE(block_, "compare rows");
-        } else if (first) {
-          block_.wait_for_inboxes();
+          compare_first(samples);
+          block_.sync();
         }
+        groups_.take_leaders();
         if (first) {
+          if (block_.cta() == 0) meanwhile();
+          if (block_.cta() == 0 && beside_)
+            block_.wait_for_inboxes();
+          else
+            block_.sync();
           groups_.clear();
           block_.receive(&inbox_);
           received_all_ = true;
         } else {
+          if (compares()) {
+            block_.sync();
+            compare_again(exchange);
+          }
           block_.sync_cluster();
           groups_.clear();
         }
@@ -146,7 +151,7 @@ class ForestFinder {
       }
       if (!found.broken) return found.pairs;
       FI_ROLL
-      for (int32_t r = thread_; r < requests_; r += kThreads) start(r, row(r));
+      for (int32_t r = thread_; r < requests_; r += kThreads) start(r, m_.pages[r] > 0 ? *row(r) : 0);
       groups_.clear();
       if (thread_ == 0) m_.broken = 0;
       found = groups_.find();
@@ -167,10 +172,11 @@ class ForestFinder {
 
   FI_DEVICE int32_t read_request(const PlannerConfig& config, int32_t r, const int32_t* qo_indptr,
                                  const int32_t* kv_lens) {
-    // All loads at once, whether they will be needed or not.
+    // All loads at once, whether they will be needed or not; the first page where it can be asked for.
     const int64_t q_len = int64_t(qo_indptr[r + 1]) - qo_indptr[r];
     const int64_t begin = a_.rows.row_begin[r], end = a_.rows.row_end[r];
     const int32_t kv_len = kv_lens[r], limit = a_.limits ? a_.limits[r] : kMaxInt32;
+    const int32_t page = begin >= 0 && begin < a_.rows.num_indices ? a_.rows.indices[begin] : 0;
     // Lengths that break a limit are the planner's to report.
     int32_t pages = 0;
     if (q_len >= 1 && q_len <= kMaxQueryTile && kv_len > 0 && is_composable(config, int32_t(q_len))) {
@@ -181,16 +187,17 @@ class ForestFinder {
     }
     m_.pages[r] = pages;
     m_.q_len[r] = uint8_t(q_len);
-    start(r, a_.rows.indices + begin);
+    start(r, page);
     return pages;
   }
 
-  FI_DEVICE void start(int32_t r, const int32_t* row) {
-    const int32_t pages = m_.pages[r];
+  // page: the first of its row, if it has pages.
+  FI_DEVICE void start(int32_t r, int32_t page) {
+    const bool some = m_.pages[r] > 0;
     m_.leader[r] = -1;
     m_.common[r] = 0;
-    m_.next[r] = pages > 0 ? *row : 0;
-    m_.state[r] = pages > 0 ? kActive : kDone;
+    m_.next[r] = some ? page : 0;
+    m_.state[r] = some ? kActive : kDone;
   }
 
   // A request is for kLanes lanes: visit(the first request of a round, theirs). Neighbours are in different
@@ -203,30 +210,39 @@ class ForestFinder {
     for (int32_t base = 0; base < requests_; base += all) visit(base, base + first);
   }
 
-  // first: in the first round, whose results are sent.
-  FI_DEVICE void compare_all(Comparison* found, bool first) {
+  // With `leader`, or with nobody where that is -1; by whole warps.
+  FI_DEVICE Comparison compare(int32_t r, int32_t leader) {
+    Comparison result{leader, 0, 0, 0};
+    if (!block_.ballot(leader >= 0)) return result;
+    CommonPages c{nullptr, nullptr, 0, 0, 0};
+    if (leader >= 0) {
+      const int32_t own = m_.pages[r], other = m_.pages[leader];
+      // Page `common` is compared again in vain, except in the first round.
+      c = {row(r), row(leader), m_.common[r], own < other ? own : other, own};
+    }
+    compare_rows<kLanes>(block_, a_.rows.step, c);
+    result.common = c.begin;
+    result.next = c.next;
+    return result;
+  }
+
+  // With the leaders that the columns promise; behind a barrier.
+  FI_DEVICE void compare_first(const LeaderSamples<Block>& samples) {
     for_compared([&](int32_t base, int32_t r) {
+      const int32_t least = least_of_lanes<kLanes>(block_, samples.candidate(r, thread_ % kLanes));
+      const Comparison result = compare(r, samples.leader(least));
+      // Not before: what waits for a cluster empties a cache.
+      if (base == 0) block_.wait_for_inboxes();
+      send(r, result);
+    });
+    if (requests_ == 0) block_.wait_for_inboxes();
+  }
+
+  FI_DEVICE void compare_again(Comparison* found) {
+    for_compared([&](int32_t, int32_t r) {
       const bool valid = r < requests_ && m_.state[r] == kComparing;
-      Comparison result{-1, 0, 0, 0};
-      if (block_.ballot(valid)) {
-        CommonPages c{nullptr, nullptr, 0, 0, 0};
-        if (valid) {
-          const int32_t leader = m_.leader[r], own = m_.pages[r], other = m_.pages[leader];
-          // Page `common` is compared again in vain, except in the first round.
-          c = {row(r), row(leader), m_.common[r], own < other ? own : other, own};
-          result.leader = leader;
-        }
-        compare_rows<kLanes>(block_, a_.rows.step, c);
-        result.common = c.begin;
-        result.next = c.next;
-      }
-      if (first) {
-        // Not before: what waits for a cluster empties a cache.
-        if (base == 0) block_.wait_for_inboxes();
-        send(r, result);
-      } else if (valid && thread_ % kLanes == 0) {
-        found[r] = result;
-      }
+      const Comparison result = compare(r, valid ? m_.leader[r] : -1);
+      if (valid && thread_ % kLanes == 0) found[r] = result;
     });
   }
 

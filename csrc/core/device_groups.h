@@ -38,11 +38,11 @@ class RequestGroups {
 
   FI_DEVICE int32_t slots() const { return mask_ + 1; }
 
-  // Before a find() that meets; then the greatest of all.
+  // Before a put() that meets; then the greatest of all.
   FI_DEVICE void post_longest(int32_t pages) { scan_.post(2, block_.warp_max(uint32_t(pages))); }
   FI_DEVICE int32_t posted_longest() { return int32_t(block_.warp_max(uint32_t(scan_.posted(2)))); }
 
-  // Between two calls of find().
+  // Between two calls of put().
   FI_DEVICE void clear() {
     FI_ROLL
     for (int32_t i = thread_; i <= mask_; i += kThreads) m_.table[i] = m_.table[kPairSlots + i] = -1;
@@ -50,10 +50,9 @@ class RequestGroups {
     for (int32_t r = thread_; r < requests_; r += kThreads) p_.leads[r] = 0;
   }
 
-  // Begins and, where pairs were found, ends with a barrier. before, behind: called in the phase in which
-  // requests are put into tables.
+  // Puts requests into tables; begins and ends with a barrier. before, behind: called between them.
   template <class Before, class Behind>
-  FI_DEVICE Groups find(Before before, Behind behind) {
+  FI_DEVICE void put(Before before, Behind behind) {
     scan_.meet();
     before();
     // A half of the threads to each table, where that is enough.
@@ -74,25 +73,14 @@ class RequestGroups {
     }
     behind();
     block_.sync();
-    return look();
   }
 
   FI_DEVICE Groups find() {
-    return find([] {}, [] {});
+    put([] {}, [] {});
+    return look();
   }
 
-  // Each request of a group is to be compared with the smallest one.
-  FI_DEVICE void take_leaders() {
-    FI_ROLL
-    for (int32_t r = thread_; r < requests_; r += kThreads) {
-      if (m_.state[r] != kActive) continue;
-      const int32_t leader = m_.table[m_.slot[r]];
-      m_.state[r] = leader == r ? kDone : kComparing;
-      if (leader != r) m_.leader[r] = leader;
-    }
-  }
-
- private:
+  // Behind put(). Where pairs were found, ends with a barrier.
   FI_DEVICE Groups look() {
     bool some = false, broken = false;
     int32_t pairs = 0, base = 0;
@@ -125,6 +113,18 @@ class RequestGroups {
     return {bool(all & 1), bool(all & 2), pairs};
   }
 
+  // Each request of a group is to be compared with the smallest one.
+  FI_DEVICE void take_leaders() {
+    FI_ROLL
+    for (int32_t r = thread_; r < requests_; r += kThreads) {
+      if (m_.state[r] != kActive) continue;
+      const int32_t leader = m_.table[m_.slot[r]];
+      m_.state[r] = leader == r ? kDone : kComparing;
+      if (leader != r) m_.leader[r] = leader;
+    }
+  }
+
+ private:
   // Finds the slot of the requests that are equal to `request`, where that is `active`, by whole warps. A
   // slot holds the smallest of the requests with its key.
   template <class Equal>

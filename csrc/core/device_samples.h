@@ -50,6 +50,7 @@ template <class Block>
 class LeaderSamples {
  public:
   static constexpr int kThreads = Block::kThreads, kMost = 5, kUnroll = 3;
+  static constexpr int32_t kNobody = (kMost + 2) * kForestRequests;
 
   // slots: of the table of groups, a power of two from 64 on, at least two a request.
   FI_DEVICE LeaderSamples(Block& block, ForestMemory& memory, ForestPairs& pairs, const PageRows& rows,
@@ -93,20 +94,22 @@ class LeaderSamples {
     for (int32_t base = 0; base < tasks; base += kThreads) insert(base + thread_);
   }
 
-  // Behind a barrier: gives requests that are to be compared the leaders that the columns promise.
-  FI_DEVICE void choose() {
-    FI_ROLL
-    for (int32_t r = thread_; r < requests_; r += kThreads) {
-      if (m_.state[r] != kComparing) continue;
-      int32_t leader = m_.leader[r];
-      FI_UNROLL
-      for (int column = 0; column < kMost; ++column) {
-        const int32_t slot = column < columns_ ? p_.slot[column * width_ + r] : -1;
-        const int32_t least = slot < 0 ? r : m_.table[slot] & (kForestRequests - 1);
-        leader = least < r ? least : leader;
-      }
-      m_.leader[r] = leader;
+  // Behind a barrier: the least of what lanes 0 .. 7 get says which leader a request is to be compared with:
+  // that of the deepest column, or the smallest of its group; kNobody where it is that itself.
+  FI_DEVICE int32_t candidate(int32_t r, int lane) const {
+    static_assert(kMost < 8);
+    if (r >= requests_ || m_.state[r] != kActive) return kNobody;
+    const int32_t smallest = m_.table[m_.slot[r]];
+    if (smallest == r) return kNobody;
+    if (lane < columns_) {
+      const int32_t slot = p_.slot[lane * width_ + r];
+      const int32_t least = slot < 0 ? r : m_.table[slot] & (kForestRequests - 1);
+      if (least < r) return (kMost - lane) * kForestRequests + least;
     }
+    return (kMost + 1) * kForestRequests + smallest;
+  }
+  static FI_DEVICE int32_t leader(int32_t least) {
+    return least < kNobody ? least & (kForestRequests - 1) : -1;
   }
 
  private:

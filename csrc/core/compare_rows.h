@@ -32,12 +32,13 @@ FI_DEVICE int32_t least_of_lanes(Block& block, int32_t v) {
 }
 
 // Steps over equal pages in fours, of rows that begin at a multiple of 16 bytes. What is left are fewer than
-// four pages, or four of which one differs.
+// four pages, or none behind which `next` is known. Returns whether it is.
 template <int kLanes, class Block>
-FI_DEVICE void compare_fours(Block& block, CommonPages& c, bool wide) {
+FI_DEVICE bool compare_fours(Block& block, CommonPages& c, bool wide) {
   constexpr int kUnroll = 8;  // loads of a lane under way, as many again of the other row
   const int lane = block.thread() % kLanes;
   int32_t at = c.begin / 4, end = wide ? c.end / 4 : at;
+  bool found = false;
   FI_ROLL
   while (block.ballot(at < end)) {
     FourPages a[kUnroll], b[kUnroll];
@@ -50,22 +51,41 @@ FI_DEVICE void compare_fours(Block& block, CommonPages& c, bool wide) {
         b[i] = reinterpret_cast<const FourPages*>(c.other)[four];
       }
     }
-    int32_t differs = kMaxInt32;
+    int32_t differs = kMaxInt32, page = 0, of_lane = 0;
     FI_UNROLL
     for (int i = kUnroll - 1; i >= 0; --i) {
-      const int32_t bits = (a[i].page[0] ^ b[i].page[0]) | (a[i].page[1] ^ b[i].page[1]) |
-                           (a[i].page[2] ^ b[i].page[2]) | (a[i].page[3] ^ b[i].page[3]);
-      if (bits) differs = i * kLanes + lane;
+      int32_t first = 4, next = 0;
+      FI_UNROLL
+      for (int k = 3; k >= 0; --k)
+        if (a[i].page[k] != b[i].page[k]) {
+          first = k;
+          next = a[i].page[k];
+        }
+      if (first < 4) {
+        differs = i * kLanes + lane;
+        page = first;
+        of_lane = next;
+      }
     }
-    if (block.ballot(differs < kMaxInt32)) differs = least_of_lanes<kLanes>(block, differs);
+    if (block.ballot(differs < kMaxInt32)) {
+      const int32_t four = least_of_lanes<kLanes>(block, differs);
+      const int from = block.thread() % kWarp / kLanes * kLanes + four % kLanes;
+      page = block.shuffle(page, from);
+      of_lane = block.shuffle(of_lane, from);
+      differs = four;
+    }
     if (differs < kMaxInt32) {
-      at = end = at + differs;
-      if (4 * at + 4 < c.end) c.end = 4 * at + 4;
+      // Pages before `begin` are equal as well.
+      c.begin = c.end = 4 * (at + differs) + page;
+      c.next = of_lane;
+      found = true;
+      at = end;
     } else {
       at = end - at > kUnroll * kLanes ? at + kUnroll * kLanes : end;
     }
   }
-  if (c.begin < 4 * end) c.begin = 4 * end;
+  if (!found && c.begin < 4 * end) c.begin = 4 * end;
+  return found;
 }
 
 // One page a load.
@@ -102,11 +122,11 @@ FI_DEVICE void compare_rows(Block& block, int32_t step, CommonPages& c) {
   static_assert(kLanes >= 4);
   const bool wide =
       step == 1 && (reinterpret_cast<uintptr_t>(c.own) | reinterpret_cast<uintptr_t>(c.other)) % 16 == 0;
-  compare_fours<kLanes>(block, c, wide);
+  const bool found = compare_fours<kLanes>(block, c, wide);
   if (block.ballot(!wide && c.begin < c.end)) compare_pages<kLanes, 16>(block, step, c);
   compare_pages<kLanes, 1>(block, step, c);
   // Mostly in a cache: it lies beside the page that was compared last.
-  c.next = c.begin < c.own_pages ? c.own[int64_t(c.begin) * step] : 0;
+  if (!found) c.next = c.begin < c.own_pages ? c.own[int64_t(c.begin) * step] : 0;
 }
 
 }  // namespace fi

@@ -5,8 +5,9 @@
 #
 #   scripts/gpu_tests.sh [all|tests|masks|variants|prefixes|faults|arrays|others|sanitizer|memcheck|racecheck]
 #
-# PYTHON: the interpreter (default python3). PYTEST_ARGS: for pytest. LIMIT: seconds a group may take
-# (default 180). Exits with 1 if any group failed.
+# PYTHON: the interpreter (default python3). PYTEST_ARGS: for pytest. SANITIZER_ARGS: for compute-sanitizer,
+# such as "--racecheck-report all", which names threads. LIMIT: seconds a group may take (default 180). Exits
+# with 1 if any group failed.
 set -u
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -37,13 +38,14 @@ sanitize() { # tool, options ...
     kernels=
     [ "$tool" = racecheck ] && kernels="--kernel-define FI_EVERY_LANE_ARRIVES=1"
     command -v compute-sanitizer >/dev/null || { echo "$tool: compute-sanitizer is not on the PATH"; failed="$failed $tool"; return; }
+    compute-sanitizer --version | grep -i version
     # Compile outside of the tool, which would follow the compilers.
     # shellcheck disable=SC2086
     "$PYTHON" -m pytest -q -p no:cacheprovider $kernels tests/gpu/test_cuda_attention_sanitizer.py -k append >/dev/null
     # Every tensor in an allocation of its own, so that accesses behind its end are seen.
     # shellcheck disable=SC2086
     group "$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-        compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" \
+        compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" ${SANITIZER_ARGS:-} \
         "$PYTHON" -m pytest -q -x -p no:cacheprovider --tb=short $kernels ${PYTEST_ARGS:-} \
         tests/gpu/test_cuda_attention_sanitizer.py
 }

@@ -61,6 +61,20 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same, which tells all its threads whether one of them or more said so.
+__device__ __forceinline__ bool named_barrier_or(int id, int threads, bool said) {
+  uint32_t any;
+  asm volatile(
+      "{\n .reg .pred said, any;\n"
+      " setp.ne.u32 said, %3, 0;\n"
+      " barrier.red.or.pred any, %1, %2, said;\n"
+      " selp.u32 %0, 1, 0, any;\n}"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(uint32_t(said))
+      : "memory");
+  return any;
+}
+
 // Counts towards barrier `id` without waiting for it.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");

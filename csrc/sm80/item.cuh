@@ -192,9 +192,11 @@ __device__ __forceinline__ void arrive(const AttentionParams& p, const LaunchCon
   __threadfence();
   ptx::named_barrier(1, kConsumers);
   int32_t* counter = p.counters + kArrivals + w.unit * p.num_kv_heads + w.kv_head;
-  if (tid == 0) control.arrived = atomicAdd(counter, 1);
-  ptx::named_barrier(1, kConsumers);
-  if (*static_cast<volatile int32_t*>(&control.arrived) != w.num_items - 1) return;
+  // The barrier carries the answer. It was a word of shared memory, whose reads racecheck took for races
+  // where warpgroups had met on their own before.
+  bool last = false;
+  if (tid == 0) last = atomicAdd(counter, 1) == w.num_items - 1;
+  if (!ptx::named_barrier_or(1, kConsumers, last)) return;
   __threadfence();
   if (tid == 0) *counter = 0;
   if constexpr (kFoldsFew<Traits>)

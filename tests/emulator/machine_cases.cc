@@ -55,6 +55,18 @@ bool barrier(int64_t seed) {
   return right;
 }
 
+// In every third round nobody says so, in the others one thread.
+bool vote(int64_t seed) {
+  bool right = true;
+  run(seed, [&] {
+    for (unsigned round = 0; round < 9; ++round) {
+      const bool said = round % 3 > 0 && threadIdx.x == round * 7 % kThreads;
+      right = right && ptx::named_barrier_or(1, kThreads, said) == (round % 3 > 0);
+    }
+  });
+  return right;
+}
+
 template <bool kWaits>
 bool copy(int64_t seed) {
   alignas(16) static const int source[4] = {1, 2, 3, 4};
@@ -105,6 +117,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(outside, fi::emulator::outside);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(uninitialised, fi::emulator::uninitialised);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(barrier_with_wait, fi::emulator::barrier<true>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(barrier_without_wait, fi::emulator::barrier<false>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(vote, fi::emulator::vote);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_with_wait, fi::emulator::copy<true>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_without_wait, fi::emulator::copy<false>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(product_with_wait, fi::emulator::product<true>);

@@ -212,6 +212,10 @@ def test_the_emulated_gpu_refuses(machine: Any, case: str, message: str) -> None
         getattr(machine, case)(1)
 
 
+def test_a_barrier_tells_all_whether_one_said_so(machine: Any) -> None:
+    assert all(machine.vote(seed) for seed in range(20))
+
+
 @pytest.mark.parametrize("case", ["barrier", "copy", "product"])
 def test_what_is_not_waited_for_is_seen_too_early(machine: Any, case: str) -> None:
     assert all(getattr(machine, f"{case}_with_wait")(seed) for seed in range(20))

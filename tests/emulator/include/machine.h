@@ -72,6 +72,7 @@ struct Block {
   std::vector<std::unique_ptr<Warp>> warps;
   struct Named {
     int arrived = 0, expected = 0;
+    bool said = false, any = false;  // by those that have arrived; by those of the last round
     std::vector<Fiber*> waiting;
   } named[16];
   std::unordered_map<uint32_t, std::vector<Fiber*>> waiting;  // at mbarriers
@@ -143,19 +144,25 @@ class Machine {
   }
 
   // Returns whether the barrier is complete.
-  bool named_barrier_arrive(int id, int threads) {
+  bool named_barrier_arrive(int id, int threads, bool said = false) {
     Block::Named& b = block->named[id];
     if (b.arrived == 0) b.expected = threads;
     if (b.expected != threads) fail("barrier " + std::to_string(id) + ": two numbers of threads");
+    b.said |= said;
     if (++b.arrived < threads) return false;
-    b.arrived = 0;
+    b.any = b.said;
+    b.arrived = 0, b.said = false;
     wake(b.waiting);
     return true;
   }
-  void named_barrier(int id, int threads) {
-    if (named_barrier_arrive(id, threads)) return;
-    block->named[id].waiting.push_back(&fiber());
-    suspend();
+  // Returns whether one of the threads or more said so.
+  bool named_barrier(int id, int threads, bool said = false) {
+    Block::Named& b = block->named[id];
+    if (!named_barrier_arrive(id, threads, said)) {
+      b.waiting.push_back(&fiber());
+      suspend();
+    }
+    return b.any;
   }
 
   Mbarrier& mbarrier(uint32_t address) {

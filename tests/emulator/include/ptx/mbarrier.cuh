@@ -20,6 +20,9 @@ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   emulator::machine().mbarrier_wait(barrier, parity);
 }
 inline void named_barrier(int id, int threads) { emulator::machine().named_barrier(id, threads); }
+inline bool named_barrier_or(int id, int threads, bool said) {
+  return emulator::machine().named_barrier(id, threads, said);
+}
 inline void named_barrier_arrive(int id, int threads) {
   emulator::machine().named_barrier_arrive(id, threads);
 }

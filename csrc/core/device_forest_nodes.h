@@ -17,8 +17,8 @@ struct ForestNodes {
 
 struct ForestNodesMemory {
   ForestPairs pairs;
-  int16_t sorted[kForestRequests];   // a request with the node's pair
   int16_t node_of[kForestRequests];  // by the smallest request with its pair
+  int16_t up[kForestRequests];  // by node: its parent, or kAtLeader - leader: the node of the leader's pair
 };
 
 struct NodeCount {
@@ -29,7 +29,7 @@ struct NodeCount {
 // By distance and node: the node so far above, from its parent on.
 using Ancestors = int16_t[kForestDepth][kForestRequests];
 
-// Reads `leaders`, where ForestFinder left leaders and common pages, until the nodes are placed.
+// Reads `leaders`, where ForestFinder left leaders and common pages, until depths are found.
 template <class Block, class Scan>
 class ForestNodeBuilder {
  public:
@@ -54,8 +54,9 @@ class ForestNodeBuilder {
     clear();
     sort_nodes(count);
     block_.sync();
-    place_nodes(count);
-    block_.sync();
+    FI_ROLL
+    for (int32_t r = thread_; r < requests_; r += kThreads)
+      if (!m_.pairs.leads[r]) n_.deepest[r] = int16_t(branch(r));
     uint32_t greatest = find_depths(count, max_depth);
     members();
     scan_.post(0, block_.warp_max(greatest));
@@ -72,43 +73,44 @@ class ForestNodeBuilder {
   }
 
  private:
-  // Some lanes a node, each of which compares it with some of the others.
+  static constexpr int32_t kNone = -1, kAtLeader = -2;
+
+  // Some lanes a node, each of which compares it with some of the others: how many come before it, and how
+  // many of those, and of those behind it, have the same leader.
   FI_DEVICE void sort_nodes(int32_t count) {
-    constexpr int kLanes = 4;
+    constexpr int kLanes = 4, kBits = 10;
+    static_assert(kForestRequests <= 1 << kBits && 3 * kBits < 32);
     FI_ROLL
     for (int32_t base = 0; base < count; base += kThreads / kLanes) {
       const int32_t i = base + thread_ / kLanes;
       const int64_t own = i < count ? m_.pairs.key[i] : 0;
-      int32_t rank = 0;
-      for (int32_t k = thread_ % kLanes; k < count; k += kLanes) rank += m_.pairs.key[k] < own;
-      rank += block_.shuffle(rank, lane_ ^ 1);
-      rank += block_.shuffle(rank, lane_ ^ 2);
+      int32_t sums = 0;
+      for (int32_t k = thread_ % kLanes; k < count; k += kLanes) {
+        const int64_t key = m_.pairs.key[k];
+        if (key < own) ++sums;
+        if (key >> 32 == own >> 32 && key != own) sums += key < own ? 1 << kBits : 1 << 2 * kBits;
+      }
+      sums += block_.shuffle(sums, lane_ ^ 1);
+      sums += block_.shuffle(sums, lane_ ^ 2);
       if (i >= count || thread_ % kLanes > 0) continue;
-      const int32_t first = m_.pairs.first[i];
-      m_.sorted[rank] = int16_t(first);
-      m_.node_of[first] = int16_t(rank);
+      const int32_t node = sums & ((1 << kBits) - 1), leader = int32_t(own >> 32);
+      const bool first = (sums >> kBits & ((1 << kBits) - 1)) == 0, last = sums >> 2 * kBits == 0;
+      m_.node_of[m_.pairs.first[i]] = int16_t(node);
+      m_.up[node] = int16_t(first ? kAtLeader - leader : node - 1);
+      n_.leader[node] = int16_t(leader);
+      n_.end[node] = int32_t(own);
+      if (last) n_.deepest[leader] = int16_t(node);
     }
   }
 
-  // The node of a request's pair, or -1.
+  // The node of a request's pair, or kNone.
   FI_DEVICE int32_t branch(int32_t r) const {
-    return p_.leader[r] < 0 ? -1 : m_.node_of[p_.table[kPairSlots + p_.pair_slot[r]]];
+    return p_.leader[r] < 0 ? kNone : m_.node_of[p_.table[kPairSlots + p_.pair_slot[r]]];
   }
 
-  FI_DEVICE void place_nodes(int32_t count) {
-    FI_ROLL
-    for (int32_t r = thread_; r < requests_; r += kThreads)
-      if (!m_.pairs.leads[r]) n_.deepest[r] = int16_t(branch(r));
-    FI_ROLL
-    for (int32_t i = thread_; i < count; i += kThreads) {
-      const int32_t r = m_.sorted[i], leader = p_.leader[r];
-      const bool first = i == 0 || p_.leader[m_.sorted[i - 1]] != leader;
-      const bool last = i + 1 == count || p_.leader[m_.sorted[i + 1]] != leader;
-      n_.leader[i] = int16_t(leader);
-      n_.end[i] = p_.common[r];
-      n_.parent[i] = int16_t(first ? branch(leader) : i - 1);
-      if (last) n_.deepest[leader] = int16_t(i);
-    }
+  FI_DEVICE int32_t parent(int32_t node) const {
+    const int32_t up = m_.up[node];
+    return up > kAtLeader ? up : branch(kAtLeader - up);
   }
 
   // Returns the greatest that the thread has found, at most max_depth.
@@ -117,9 +119,10 @@ class ForestNodeBuilder {
     FI_ROLL
     for (int32_t i = thread_; i < count; i += kThreads) {
       int32_t depth = 0;
+      int32_t up = parent(i);
+      n_.parent[i] = int16_t(up);
       FI_ROLL
-      for (int32_t up = n_.parent[i]; up >= 0 && depth < max_depth; up = n_.parent[up])
-        ancestors_[depth++][i] = int16_t(up);
+      for (; up >= 0 && depth < max_depth; up = parent(up)) ancestors_[depth++][i] = int16_t(up);
       n_.depth[i] = uint8_t(depth);
       greatest = depth > greatest ? depth : greatest;
     }
@@ -159,7 +162,7 @@ class ForestNodeBuilder {
     block_.sync();
     FI_ROLL
     for (int32_t i = thread_; i < int32_t(carry); i += kThreads)
-      if (n_.parent[i] >= 0) n_.parent[i] = m_.node_of[n_.parent[i]];
+      m_.up[i] = n_.parent[i] < 0 ? int16_t(kNone) : m_.node_of[n_.parent[i]];
     FI_ROLL
     for (int32_t r = thread_; r < requests_; r += kThreads)
       if (n_.deepest[r] >= 0) n_.deepest[r] = m_.node_of[n_.deepest[r]];

@@ -36,8 +36,8 @@ struct DeviceShareMemory {
   CollectiveSlots<Block::kThreads / kWarp, 5> slots;
   Inbox inbox;
   union {
-    ForestMemory leaders;   // until nodes are placed
-    LevelsMemory choosing;  // until levels are chosen; its sums are cleared before nodes are placed
+    ForestMemory leaders;   // until depths are found
+    LevelsMemory choosing;  // until levels are chosen; its sums are cleared while nodes are sorted
     std::conditional_t<kBeside, None, Planning> planning_behind;
   };
   std::conditional_t<kBeside, Planning, None> planning_beside;
@@ -52,7 +52,7 @@ struct DeviceShareMemory {
     ForestNodes nodes;  // until levels are chosen
     NodeTables tables;
   };
-  // Of the leaders, what is read until nodes are placed lies behind the sums.
+  // Of the leaders, what is read until depths are found lies behind the sums.
   static_assert(offsetof(LevelsMemory, overhead) <=
                 offsetof(ForestMemory, table) + kPairSlots * sizeof(int32_t));
   // And what is noted of the nodes behind what they are sorted with.

@@ -74,6 +74,7 @@ def install(
         device: str | torch.device,
         variant: AttentionVariant | None = None,
         kernel: str | None = None,
+        **_: object,
     ) -> tuple[int, int]:
         return query_tiles(spec, "cuda", variant, arch=arch, kernel=kernel)
 

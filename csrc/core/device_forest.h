@@ -99,9 +99,20 @@ class ForestFinder {
           if (early) samples.insert();
         });
     FI_PHASE(block_, "group, columns");
-    if (early) compare_first(samples);
-    FI_PHASE(block_, "compare rows, send");
-    Groups found = groups_.look();
+    Groups found{};
+    if (!early) found = groups_.look();
+    const bool late = !beside_ && found.some;
+    if (late) {
+      samples.load(longest);
+      samples.insert();
+      block_.sync();
+    }
+    if (early || late) {
+      compare_first(samples);
+      FI_PHASE(block_, "compare rows, send");
+    }
+    if (late) block_.sync();
+    if (early) found = groups_.look();
     FI_PHASE(block_, "look");
     if (!found.some) {
       if (!beside_) send_nothing();
@@ -115,13 +126,6 @@ class ForestFinder {
       for (int rounds = 0; rounds < a_.max_depth && found.some && !found.broken; ++rounds, ++round) {
         const bool first = round == 0;
         auto* exchange = reinterpret_cast<Comparison*>(a_.exchange) + round % 2 * kForestRequests;
-        if (first && !beside_) {
-          samples.load(longest);
-          samples.insert();
-          block_.sync();
-          compare_first(samples);
-          block_.sync();
-        }
         groups_.take_leaders();
         if (first) {
           if (block_.cta() == 0) meanwhile();

@@ -95,6 +95,20 @@ def test_error_shows_command_output_and_log(cache: Path, tiny: TinyModule) -> No
     assert modules(cache) == []
 
 
+def test_the_log_of_many_modules_with_long_names_is_kept(cache: Path, tiny: TinyModule) -> None:
+    names = [f"cpu_attention_{n}_" + "bfloat16_" * 10 for n in range(3)]
+    nonsense = (("FACTOR", "nonsense"),)
+    logs = []
+    for some in (names, names[:2], names[:1], [names[0] + "other" * 5]):
+        with pytest.raises(BuildError, match=f"cannot build {', '.join(some)} ") as caught:
+            build_all([tiny.spec(name=name, defines=nonsense) for name in some])
+        logs.append(Path(str(caught.value).rpartition("full log: ")[2]))
+    assert all("nonsense" in log.read_text() for log in logs)
+    assert all(len(log.name.encode()) < 128 and log.name.startswith("cpu_attention_0_") for log in logs)
+    assert len(set(logs)) == len(logs)
+    assert "-and-2-more-" in logs[0].name
+
+
 def test_a_failing_module_does_not_discard_its_neighbours(cache: Path, tiny: TinyModule) -> None:
     broken = tiny.spec(name="broken", defines=(("FACTOR", "nonsense"),))
     with pytest.raises(BuildError, match="cannot build broken"):

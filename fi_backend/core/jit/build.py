@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import threading
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tvm_ffi import Module
 
 _OUTPUT_LINES = 40
+_LOG_NAME_CHARS = 100
 _loaded: dict[ModuleSpec, Module] = {}
 _loading = threading.RLock()
 
@@ -107,9 +109,20 @@ def _build(missing: dict[ModuleSpec, Path], cache_dir: Path, portable: bool) -> 
                 raise _failure([target.spec.name for target in failed], status, log, cache_dir)
 
 
+def _log_name(names: list[str]) -> str:
+    # Names of modules are as long as their variants: file systems allow 255 bytes, of which this takes half.
+    if not names:
+        return "build.log"
+    first, others = names[0][:_LOG_NAME_CHARS], len(names) - 1
+    if first == names[0] and not others:
+        return f"{first}.log"
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+    return f"{first}-and-{others}-more-{digest}.log" if others else f"{first}-{digest}.log"
+
+
 def _failure(names: list[str], status: int, log: Path, cache_dir: Path) -> BuildError:
     text = log.read_text(errors="replace")
-    kept = cache_dir / "logs" / f"{'-'.join(names[:3]) or 'build'}.log"
+    kept = cache_dir / "logs" / _log_name(names)
     kept.parent.mkdir(exist_ok=True)
     kept.write_text(text)
     # ninja prints: "FAILED: [code=1] <output>", the command on the next line, then the compiler's output.

@@ -40,6 +40,7 @@ class BucketSort {
   // Called by whole warps. One ballot a bit: a match instruction takes longer.
   FI_DEVICE Key key(int bucket, bool valid) {
     Key k{bucket, block_.ballot(valid), valid};
+    FI_ROLL
     for (int bit = 0; bit < kBits; ++bit) {
       const bool set = bucket >> bit & 1;
       const uint32_t with = block_.ballot(set);

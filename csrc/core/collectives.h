@@ -36,15 +36,19 @@ FI_DEVICE uint32_t saturating_add(uint32_t a, uint32_t b) {
   return sum < kSaturated ? sum : kSaturated;
 }
 
-// Of non-negative values below 2^63 whose sum is, in pieces that 32 bits can add up for a warp.
+// Of non-negative values below 2^63 whose sum is, in pieces that 32 bits can add up for a warp; mostly the
+// first one holds all of them.
 template <class Block>
 FI_DEVICE int64_t warp_sum64(Block& block, int64_t v) {
   constexpr int kPiece = 27;
-  constexpr int64_t kMask = (int64_t(1) << kPiece) - 1;
-  const int64_t low = block.warp_sum(uint32_t(v & kMask)),
-                middle = block.warp_sum(uint32_t(v >> kPiece & kMask));
-  const int64_t high = block.warp_sum(uint32_t(v >> 2 * kPiece));
-  return low + (middle << kPiece) + (high << 2 * kPiece);
+  constexpr uint32_t kMask = (uint32_t(1) << kPiece) - 1;
+  int64_t sum = 0;
+  FI_ROLL
+  for (int shift = 0;; shift += kPiece) {
+    sum += int64_t(block.warp_sum(uint32_t(v) & kMask)) << shift;
+    v >>= kPiece;
+    if (!block.ballot(v != 0)) return sum;
+  }
 }
 
 template <class Block>

@@ -41,43 +41,41 @@ FI_DEVICE bool compare_fours(Block& block, CommonPages& c, bool wide) {
   bool found = false;
   FI_ROLL
   while (block.ballot(at < end)) {
-    FourPages a[kUnroll], b[kUnroll];
-    FI_UNROLL
-    for (int i = 0; i < kUnroll; ++i) {
-      const int32_t four = at + i * kLanes + lane;  // below 2^29 + 64
-      a[i] = b[i] = {};
-      if (four < end) {
-        a[i] = reinterpret_cast<const FourPages*>(c.own)[four];
-        b[i] = reinterpret_cast<const FourPages*>(c.other)[four];
-      }
-    }
-    int32_t differs = kMaxInt32, page = 0, of_lane = 0;
-    FI_UNROLL
-    for (int i = kUnroll - 1; i >= 0; --i) {
-      int32_t first = 4, next = 0;
+    int32_t differs = kMaxInt32;
+    if (at < end) {
+      FourPages a[kUnroll], b[kUnroll];
       FI_UNROLL
-      for (int k = 3; k >= 0; --k)
-        if (a[i].page[k] != b[i].page[k]) {
-          first = k;
-          next = a[i].page[k];
-        }
-      if (first < 4) {
-        differs = i * kLanes + lane;
-        page = first;
-        of_lane = next;
+      for (int i = 0; i < kUnroll; ++i) {
+        // Behind the end the last one again, in place of a condition: if it differs, it does so before.
+        const int32_t four = at + i * kLanes + lane, last = end - 1;  // below 2^29 + 64
+        a[i] = reinterpret_cast<const FourPages*>(c.own)[four < last ? four : last];
+        b[i] = reinterpret_cast<const FourPages*>(c.other)[four < last ? four : last];
+      }
+      FI_UNROLL
+      for (int i = kUnroll - 1; i >= 0; --i) {
+        int32_t bits = 0;
+        FI_UNROLL
+        for (int k = 0; k < 4; ++k) bits |= a[i].page[k] ^ b[i].page[k];
+        if (bits) differs = i * kLanes + lane;
       }
     }
-    if (block.ballot(differs < kMaxInt32)) {
-      const int32_t four = least_of_lanes<kLanes>(block, differs);
-      const int from = block.thread() % kWarp / kLanes * kLanes + four % kLanes;
-      page = block.shuffle(page, from);
-      of_lane = block.shuffle(of_lane, from);
-      differs = four;
-    }
+    if (block.ballot(differs < kMaxInt32)) differs = least_of_lanes<kLanes>(block, differs);
     if (differs < kMaxInt32) {
+      // Which of the four it is and what follows is read again, from the L1 cache: code that every four would
+      // run is longer. Where somebody writes the table meanwhile, any of them will do that lies in the rows.
+      const int32_t four = at + differs < end ? at + differs : end - 1;
+      const FourPages own = reinterpret_cast<const FourPages*>(c.own)[four];
+      const FourPages other = reinterpret_cast<const FourPages*>(c.other)[four];
+      int32_t page = 3;
+      c.next = own.page[3];
+      FI_UNROLL
+      for (int k = 2; k >= 0; --k)
+        if (own.page[k] != other.page[k]) {
+          page = k;
+          c.next = own.page[k];
+        }
       // Pages before `begin` are equal as well.
-      c.begin = c.end = 4 * (at + differs) + page;
-      c.next = of_lane;
+      c.begin = c.end = 4 * four + page;
       found = true;
       at = end;
     } else {

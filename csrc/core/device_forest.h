@@ -2,7 +2,8 @@
 // Finds which requests begin with the same pages, in tables that only the device knows: by a cluster of
 // thread blocks, or by one. `Block` is one of its thread blocks (collectives.h), which also has
 //   cta(), ctas(), sync_cluster(), sync_or(), compare_and_swap(), keep_least() and load_exchanged(),
-//   open_inbox(), wait_for_inboxes(), send(), receive() and leave(), see Inbox.
+//   open_inbox(), wait_for_inboxes(), send(), receive() and leave(), see Inbox,
+//   copy_async(), a copy of a word into shared memory that its thread sees behind wait_copies().
 //
 // Of each request r it finds the leader, the smallest request that has the longest run of leading pages in
 // common with r among those before r, and that run. These say everything: the nodes of the forest are the
@@ -90,77 +91,58 @@ class ForestFinder {
     LeaderSamples<Block> samples(block_, m_, p_, a_.rows, groups_.slots(), requests_);
     // Blocks that only compare do not ask first whether anything is shared: nobody waits for them if not.
     const bool early = beside_ && block_.cta() > 0;
-    groups_.put(
-        [&] {
-          longest = groups_.posted_longest();
-          if (early) samples.load(longest);
-        },
-        [&] {
-          if (early) samples.insert();
-        });
-    FI_PHASE(block_, "group, columns");
-    Groups found{};
-    if (!early) found = groups_.look();
-    const bool late = !beside_ && found.some;
-    if (late) {
-      samples.load(longest);
-      samples.insert();
-      block_.sync();
-    }
-    if (early || late) {
-      compare_first(samples);
-      FI_PHASE(block_, "compare rows, send");
-    }
-    if (late) block_.sync();
-    if (early) found = groups_.look();
-    FI_PHASE(block_, "look");
-    if (!found.some) {
-      if (!beside_) send_nothing();
-      return 0;
-    }
-    int round = 0;
+    bool again = false, restarted = false;
+    int round = 0, rounds = 0;
+    // Everything that is done in every round stands here once: code costs the time of fetching it.
     FI_ROLL
-    for (int attempt = 0; attempt < 2; ++attempt) {
-      // Without a group in round n no node has n nodes above it.
+    for (;; again = true) {
+      groups_.put(
+          [&] {
+            if (again) return;
+            longest = groups_.posted_longest();
+            if (early) samples.load(longest);
+          },
+          [&] {
+            if (!again && early) samples.insert();
+          });
+      FI_PHASE(block_, "group");
+      Groups found{};
       FI_ROLL
-      for (int rounds = 0; rounds < a_.max_depth && found.some && !found.broken; ++rounds, ++round) {
-        const bool first = round == 0;
-        auto* exchange = reinterpret_cast<Comparison*>(a_.exchange) + round % 2 * kForestRequests;
-        groups_.take_leaders();
-        if (first) {
-          if (block_.cta() == 0) meanwhile();
-          if (block_.cta() == 0 && beside_)
-            block_.wait_for_inboxes();
-          else
+      for (int step = 0; step < 2; ++step) {
+        if ((step == 1) == (early && !again)) {
+          found = groups_.look();
+          FI_PHASE(block_, "look");
+        } else if (!again && (early || !beside_ && found.some)) {
+          if (!early) {
+            samples.load(longest);
+            samples.insert();
             block_.sync();
-          groups_.clear();
-          block_.receive(&inbox_);
-          received_all_ = true;
-        } else {
-          if (compares()) {
-            block_.sync();
-            compare_again(exchange);
           }
-          block_.sync_cluster();
-          groups_.clear();
+          compare_first(samples);
+          if (!early) block_.sync();
+          FI_PHASE(block_, "compare rows, send");
         }
-        FI_PHASE(block_, "exchange");
-        FI_ROLL
-        for (int32_t r = thread_; r < requests_; r += kThreads)
-          if (m_.state[r] == kComparing)
-            read_comparison(first ? received_[r] : block_.load_exchanged(&exchange[r]), r);
-        FI_PHASE(block_, "results");
-        found = groups_.find();
-        FI_PHASE(block_, "group, look again");
+      }
+      if (!again && !found.some) {
+        if (!beside_) send_nothing();
+        return 0;
+      }
+      // Without a group in round n no node has n nodes above it.
+      if (found.some && !found.broken && rounds < a_.max_depth) {
+        exchange(round, meanwhile);
+        ++round;
+        ++rounds;
+        continue;
       }
       if (!found.broken) return found.pairs;
+      if (restarted) return 0;
+      restarted = true;
+      rounds = 0;
       FI_ROLL
       for (int32_t r = thread_; r < requests_; r += kThreads) start(r, m_.pages[r] > 0 ? *row(r) : 0);
       groups_.clear();
       if (thread_ == 0) m_.broken = 0;
-      found = groups_.find();
     }
-    return 0;
   }
 
   // Before a block ends.
@@ -172,6 +154,38 @@ class ForestFinder {
 
  private:
   FI_DEVICE bool compares() const { return !beside_ || block_.cta() > 0; }
+
+  // One round: what each request that is to be compared has in common with its leader.
+  template <class Meanwhile>
+  FI_DEVICE void exchange(int round, Meanwhile meanwhile) {
+    const bool first = round == 0;
+    auto* exchange = reinterpret_cast<Comparison*>(a_.exchange) + round % 2 * kForestRequests;
+    groups_.take_leaders();
+    if (first) {
+      if (block_.cta() == 0) meanwhile();
+      if (block_.cta() == 0 && beside_)
+        block_.wait_for_inboxes();
+      else
+        block_.sync();
+      groups_.clear();
+      block_.receive(&inbox_);
+      received_all_ = true;
+    } else {
+      if (compares()) {
+        block_.sync();
+        compare_again(exchange);
+      }
+      block_.sync_cluster();
+      groups_.clear();
+    }
+    FI_PHASE(block_, "exchange");
+    FI_ROLL
+    for (int32_t r = thread_; r < requests_; r += kThreads)
+      if (m_.state[r] == kComparing)
+        read_comparison(first ? received_[r] : block_.load_exchanged(&exchange[r]), r);
+    FI_PHASE(block_, "results");
+  }
+
   FI_DEVICE const int32_t* row(int32_t r) const { return a_.rows.indices + a_.rows.row_begin[r]; }
 
   FI_DEVICE int32_t read_request(const PlannerConfig& config, int32_t r, const int32_t* qo_indptr,

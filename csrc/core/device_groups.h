@@ -28,15 +28,15 @@ class RequestGroups {
   FI_DEVICE void begin(int32_t requests) {
     requests_ = requests;
     // At least two warps, so that a warp's tasks are of one table.
-    mask_ = (2 << bit_width(uint32_t(requests > kWarp ? requests - 1 : kWarp - 1))) - 1;
-    FI_ROLL
-    for (int32_t i = thread_; i < kForestSlots; i += kThreads) m_.table[i] = -1;
-    FI_ROLL
-    for (int32_t r = thread_; r < requests; r += kThreads) p_.leads[r] = 0;
+    log2_slots_ = 1 + bit_width(uint32_t(requests > kWarp ? requests - 1 : kWarp - 1));
+    width_ = 1 << (log2_slots_ - 1);
+    clear_tables();
     if (thread_ == 0) m_.broken = 0;
   }
 
-  FI_DEVICE int32_t slots() const { return mask_ + 1; }
+  // Of the first put(): the others have the memory of the columns too, and fewer requests that meet by
+  // chance.
+  FI_DEVICE int32_t slots() const { return 2 * width_; }
 
   // Before a put() that meets; then the greatest of all.
   FI_DEVICE void post_longest(int32_t pages) { scan_.post(2, block_.warp_max(uint32_t(pages))); }
@@ -44,10 +44,8 @@ class RequestGroups {
 
   // Between two calls of put().
   FI_DEVICE void clear() {
-    FI_ROLL
-    for (int32_t i = thread_; i <= mask_; i += kThreads) m_.table[i] = m_.table[kPairSlots + i] = -1;
-    FI_ROLL
-    for (int32_t r = thread_; r < requests_; r += kThreads) p_.leads[r] = 0;
+    log2_slots_ = kLog2PairSlots;
+    clear_tables();
   }
 
   // Puts requests into tables; begins and ends with a barrier. before, behind: called between them.
@@ -57,14 +55,14 @@ class RequestGroups {
     before();
     // A half of the threads to each table, where that is enough.
     FI_ROLL
-    for (int32_t base = 0; base < slots(); base += kThreads) {
-      const int32_t task = base + thread_, r = task & mask_ >> 1;
-      const bool pairs = task > mask_ >> 1, valid = task < slots() && r < requests_;
+    for (int32_t base = 0; base < 2 * width_; base += kThreads) {
+      const int32_t task = base + thread_, r = task & (width_ - 1);
+      const bool pairs = task >= width_, valid = task < 2 * width_ && r < requests_;
       const bool listed = valid && (pairs ? m_.leader[r] >= 0 : m_.state[r] == kActive);
       if (!block_.ballot(listed)) continue;
       uint32_t hash = 0;
-      if (listed) hash = uint32_t(m_.common[r]) * 0x85ebca6bu ^ uint32_t(m_.leader[r]) * 0xc2b2ae35u;
-      if (listed && !pairs) hash ^= uint32_t(m_.next[r]) * 0x9e3779b1u;
+      if (listed) hash = uint32_t(m_.common[r]) * 0x85ebca6bu + uint32_t(m_.leader[r]) * 0xc2b2ae35u;
+      if (listed && !pairs) hash += uint32_t(m_.next[r]) * 0x9e3779b1u;
       find_slot(pairs ? m_.table + kPairSlots : m_.table, pairs ? m_.pair_slot : m_.slot, r, listed, hash,
                 [&](int32_t other) {
                   return (pairs || m_.next[other] == m_.next[r]) && m_.common[other] == m_.common[r] &&
@@ -73,11 +71,6 @@ class RequestGroups {
     }
     behind();
     block_.sync();
-  }
-
-  FI_DEVICE Groups find() {
-    put([] {}, [] {});
-    return look();
   }
 
   // Behind put(). Where pairs were found, ends with a barrier.
@@ -125,6 +118,17 @@ class RequestGroups {
   }
 
  private:
+  FI_DEVICE void clear_tables() {
+    struct alignas(16) Four {
+      int32_t slot[4];
+    };
+    FI_ROLL
+    for (int32_t i = thread_; i < kForestSlots / 4; i += kThreads)
+      reinterpret_cast<Four*>(m_.table)[i] = {-1, -1, -1, -1};
+    FI_ROLL
+    for (int32_t r = thread_; r < requests_; r += kThreads) p_.leads[r] = 0;
+  }
+
   // Finds the slot of the requests that are equal to `request`, where that is `active`, by whole warps. A
   // slot holds the smallest of the requests with its key.
   template <class Equal>
@@ -147,9 +151,11 @@ class RequestGroups {
 
   template <class Equal>
   FI_DEVICE int32_t take_slot(int32_t* table, int32_t request, uint32_t hash, Equal equal) {
-    int32_t slot = int32_t((hash ^ hash >> 15) & uint32_t(mask_));
+    // The upper bits of products: those of pages in turn are spread evenly.
+    int32_t slot = int32_t(hash >> (32 - log2_slots_));
+    const int32_t mask = (1 << log2_slots_) - 1;
     FI_ROLL
-    for (int32_t tried = 0; tried < mask_; ++tried, slot = (slot + 1) & mask_) {
+    for (int32_t tried = 0; tried < mask; ++tried, slot = (slot + 1) & mask) {
       const int32_t there = block_.compare_and_swap(&table[slot], -1, request);
       if (there < 0) break;
       if (!equal(there)) continue;
@@ -164,7 +170,7 @@ class RequestGroups {
   ForestMemory& m_;
   ForestPairs& p_;
   const int thread_, lane_;
-  int32_t requests_ = 0, mask_ = 0;
+  int32_t requests_ = 0, width_ = 0, log2_slots_ = 0;  // width_: requests, a power of two
 };
 
 }  // namespace fi

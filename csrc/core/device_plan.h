@@ -152,10 +152,10 @@ class DevicePlanner {
       if (count_.nodes > 0) reports = emit_nodes(tile_begin, tiles, flat_tiles);
     if (thread_ == kThreads - 1)
       write_header(budgets_.chunk(0), use, a_.qo_indptr[a_.num_requests] - a_.qo_indptr[0], reports);
-    emit_items(tiles, int32_t(use[0]), sort_shift(c_, greatest), [&](int first_warp) {
+    emit_items(tiles, int32_t(use[0]), sort_shift(c_, greatest), [&](int first_warp, int warps) {
       if constexpr (kShares)
         if (count_.nodes > 0 && count_.single_rows)
-          node_emitter(tile_begin, tiles, flat_tiles).put_single_rows(first_warp);
+          node_emitter(tile_begin, tiles, flat_tiles).put_single_rows(first_warp, warps);
     });
   }
 
@@ -357,8 +357,7 @@ class DevicePlanner {
 
   struct ItemKey {
     int32_t tile = 0;
-    uint32_t cost = 0;
-    bool wide = false;
+    WorkItem item{};
     typename Sort::Key key;
   };
 
@@ -368,10 +367,8 @@ class DevicePlanner {
     int bucket = 0;
     if (item < num_items) {
       k.tile = find_owner(&tiles.at(kFirstItem, 0), num_tiles_, num_items, item);
-      const WorkItem w = item_of(tiles, item, k.tile);
-      k.cost = uint32_t(w.cost);
-      k.wide = w.tile_log2 >= kWideTileLog2;
-      bucket = sort_bucket(k.cost, shift);
+      k.item = item_of(tiles, item, k.tile);
+      bucket = sort_bucket(uint32_t(k.item.cost), shift);
     }
     k.key = sort_.key(bucket, item < num_items);
     return k;
@@ -398,8 +395,8 @@ class DevicePlanner {
                      chunk_rows);
   }
 
-  // A round of kThreads items after the other; warps without an item skip what whole warps do. beside: called
-  // by the warps from the given one on while the others place buckets.
+  // A round of kThreads items after the other; warps without an item skip what whole warps do. beside(first,
+  // warps): called by so many warps from the given one on while another one places buckets.
   template <class Tiles, class Beside>
   FI_DEVICE void emit_items(Tiles tiles, int32_t num_items, int shift, Beside beside) {
     ItemKey k;
@@ -408,18 +405,25 @@ class DevicePlanner {
     for (int32_t base = 0; base + warp_ * kWarp < num_items; base += kThreads) {
       const ItemKey next = item_key(tiles, base + thread_, num_items, shift);
       sort_.count(next.key, base == 0);
-      load += next.cost;
-      if (next.wide) wide += next.cost;
+      load += next.item.cost;
+      if (next.item.tile_log2 >= kWideTileLog2) wide += next.item.cost;
       if (base == 0) k = next;
     }
     all_.post(0, warp_sum64(block_, load));
     all_.post(1, warp_sum64(block_, wide));
-    sort_.end_counting([&] { all_.meet(); }, beside);
-    if (warp_ == kWarps - 1) write_ends(num_items, shift);
+    // The last warp divides meanwhile, where there are others for the rest.
+    constexpr int kOthers = kWarps > 2 ? kWarps - 1 : kWarps;
+    int32_t end = 0;
+    sort_.end_counting([&] { all_.meet(); },
+                       [&](int first_warp) {
+                         if (warp_ == kWarps - 1) end = find_ends(shift);
+                         if (warp_ < kOthers) beside(first_warp, kOthers - first_warp);
+                       });
+    if (warp_ == kWarps - 1) write_ends(num_items, end);
     FI_ROLL
     for (int32_t base = 0;; base += kThreads) {
       const uint32_t at = sort_.place(k.key);
-      if (base + thread_ < num_items) write_item(tiles, base + thread_, k.tile, at);
+      if (base + thread_ < num_items) write_item(tiles, base + thread_, k, at);
       const int32_t next = base + kThreads;
       if (next >= num_items) return;
       k = {};
@@ -428,21 +432,29 @@ class DevicePlanner {
     }
   }
 
-  // What the header says of the end of the list, by the warp that has written it, a lane a word. Behind
-  // end_counting(), while buckets still say where they begin.
-  FI_DEVICE void write_ends(int32_t num_items, int shift) {
+  // What the header says of the end of the list, by the warp that has written it, a lane a word: buckets, and
+  // behind them back_ctas().
+  FI_DEVICE int32_t find_ends(int shift) {
     const int64_t load = warp_sum64(block_, all_.posted(0)), wide = warp_sum64(block_, all_.posted(1));
-    auto* header = section<PlanHeader>(a_.layout.header);
     if (lane_ < kBundleSizes) {
       const int bucket = first_bundled_bucket(c_, load, shift, lane_ + 1);
-      header->bundled[lane_] = bucket < kSortBuckets ? num_items - int32_t(m_.sort.position[bucket]) : 0;
+      return bucket;
     }
-    if (lane_ == kBundleSizes) header->back_ctas = back_ctas(c_, load, wide);
+    return lane_ == kBundleSizes ? back_ctas(c_, load, wide) : 0;
+  }
+
+  // Behind end_counting(), while buckets still say where they begin.
+  FI_DEVICE void write_ends(int32_t num_items, int32_t end) {
+    auto* header = section<PlanHeader>(a_.layout.header);
+    if (lane_ < kBundleSizes)
+      header->bundled[lane_] = end < kSortBuckets ? num_items - int32_t(m_.sort.position[end]) : 0;
+    if (lane_ == kBundleSizes) header->back_ctas = end;
   }
 
   template <class Tiles>
-  FI_DEVICE void write_item(Tiles tiles, int32_t item, int32_t t, uint32_t at) {
-    const WorkItem w = item_of(tiles, item, t);
+  FI_DEVICE void write_item(Tiles tiles, int32_t item, const ItemKey& k, uint32_t at) {
+    const WorkItem& w = k.item;
+    const int32_t t = k.tile;
     block_.store(section<WorkItem>(a_.layout.items) + at, w);
     if (w.unit < 0 || w.flags & kPrefix) return;
     const int32_t grid = c_.invariant_grid;

@@ -15,12 +15,15 @@ inline constexpr int32_t kForestDepth = 8;        // most nodes above each other
 
 // The least requests of hash tables, -1 where there is none: one of groups from 0 on and one of pairs from
 // kPairSlots on, each of at most kPairSlots; columns take all behind the groups for a while.
-inline constexpr int32_t kPairSlots = 2 * kForestRequests;
+inline constexpr int kLog2PairSlots = 11;
+inline constexpr int32_t kPairSlots = 1 << kLog2PairSlots;
 inline constexpr int32_t kForestSlots = 2 * kPairSlots;
+
+static_assert(kPairSlots == 2 * kForestRequests);
 
 enum RequestState : uint8_t { kDone, kActive, kComparing };
 
-struct ForestMemory {
+struct alignas(16) ForestMemory {
   int32_t pages[kForestRequests];  // that may be shared
   int32_t next[kForestRequests];   // the page behind those in common with the leader
   int32_t table[kForestSlots];
@@ -49,7 +52,7 @@ struct ForestPairs {
 template <class Block>
 class LeaderSamples {
  public:
-  static constexpr int kThreads = Block::kThreads, kMost = 5, kUnroll = 3;
+  static constexpr int kThreads = Block::kThreads, kMost = 5;
   static constexpr int32_t kNobody = (kMost + 2) * kForestRequests;
 
   // slots: of the table of groups, a power of two from 64 on, at least two a request.
@@ -68,28 +71,22 @@ class LeaderSamples {
     if (columns_ > kMost) columns_ = kMost;
   }
 
-  // Asks for the pages, to be used in insert(). longest: pages of a row.
+  // Asks for the pages, which insert() waits for: they come without registers, so that the loop stays one.
+  // longest: pages of a row.
   FI_DEVICE void load(int32_t longest) {
-    unit_ = longest / (2 * columns_);
+    // Known divisors.
+    unit_ = columns_ == kMost ? longest / (2 * kMost) : columns_ == 3 ? longest / 6 : longest / 2;
     if (unit_ < 1) unit_ = 1;
-    FI_UNROLL
-    for (int i = 0; i < kUnroll; ++i) {
-      const int32_t task = i * kThreads + thread_;
-      if (is_in_row(task)) pages_[i] = page(task);
-    }
+    FI_ROLL
+    for (int32_t task = thread_; task < columns_ * width_; task += kThreads)
+      if (is_in_row(task))
+        block_.copy_async(&p_.page[task],
+                          &rows_.indices[rows_.row_begin[request(task)] + int64_t(depth(task)) * rows_.step]);
   }
 
   FI_DEVICE void insert() {
-    FI_UNROLL
-    for (int i = 0; i < kUnroll; ++i) {
-      const int32_t task = i * kThreads + thread_;
-      if (is_in_row(task)) p_.page[task] = pages_[i];
-    }
+    block_.wait_copies();
     const int32_t tasks = columns_ * width_;
-    // Of blocks of fewer threads than GPUs run.
-    FI_ROLL
-    for (int32_t task = kUnroll * kThreads + thread_; task < tasks; task += kThreads)
-      if (is_in_row(task)) p_.page[task] = page(task);
     FI_ROLL
     for (int32_t base = 0; base < tasks; base += kThreads) insert(base + thread_);
   }
@@ -120,10 +117,6 @@ class LeaderSamples {
 
   FI_DEVICE bool is_in_row(int32_t task) const {
     return task < columns_ * width_ && request(task) < requests_ && depth(task) < m_.pages[request(task)];
-  }
-
-  FI_DEVICE int32_t page(int32_t task) const {
-    return rows_.indices[rows_.row_begin[request(task)] + int64_t(depth(task)) * rows_.step];
   }
 
   // By whole warps. A word of the table is the lower bits of a page and the smallest request that has it, for
@@ -172,7 +165,6 @@ class LeaderSamples {
   const PageRows& rows_;
   const int32_t slots_, width_, log2_, requests_;
   int32_t columns_, unit_ = 1;
-  int32_t pages_[kUnroll] = {};
   const int thread_;
 };
 

@@ -5,6 +5,7 @@
 
 #include "../core/device_forest.h"
 #include "../ptx/cluster.cuh"
+#include "../ptx/cp_async.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/tma.cuh"
 #if FI_PHASES
@@ -111,6 +112,10 @@ class CudaBlock {
     return atomicCAS(to, expected, desired);
   }
   __device__ __forceinline__ void keep_least(int32_t* to, int32_t v) { atomicMin(to, v); }
+  __device__ __forceinline__ void copy_async(int32_t* to, const int32_t* from) {
+    ptx::cp_async_4(shared(to), from);
+  }
+  __device__ __forceinline__ void wait_copies() { ptx::cp_async_wait_all(); }
   // From the L2 cache, in which the blocks of a cluster meet.
   __device__ __forceinline__ Comparison load_exchanged(const Comparison* from) {
     const int4 v = __ldcg(reinterpret_cast<const int4*>(from));

@@ -11,6 +11,7 @@
 #include <functional>
 #include <random>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 namespace fi::test {
@@ -129,6 +130,12 @@ class FiberBlock {
       count_atomic();
       *to = v < *to ? v : *to;
     }
+    // What is copied is there only when it has been waited for.
+    void copy_async(int32_t* to, const int32_t* from) { copies_.emplace_back(to, from); }
+    void wait_copies() {
+      for (const auto& [to, from] : copies_) *to = *from;
+      copies_.clear();
+    }
     template <class T>
     T load_exchanged(const T* from) {
       return *from;
@@ -191,6 +198,7 @@ class FiberBlock {
     const int thread_, cta_;
     int half_ = 0, calls_ = 0;
     bool may_send_ = false;
+    std::vector<std::pair<int32_t*, const int32_t*>> copies_;
   };
 
  private:

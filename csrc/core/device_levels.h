@@ -20,11 +20,13 @@ struct Levels {
   int16_t members[kForestRequests];       // how many
   int16_t parent[kForestRequests];        // or -1
   int16_t leader[kForestRequests];        // the first member
-  uint8_t level[kForestRequests];         // nodes above
+  uint8_t shape[kForestRequests];         // nodes above, and from bit 4 on node_kind()
   int16_t leaf[kForestRequests];          // by request: its deepest node, or -1
   Ancestors path;                 // by level and request: its node, or -1; before, of the nodes of the forest
   int16_t counts[kMemberCounts];  // cleared; see NodeEmitter
 
+  FI_DEVICE int level(int32_t node) const { return shape[node] & 15; }
+  FI_DEVICE int kind(int32_t node) const { return shape[node] >> 4; }
   FI_DEVICE int32_t begin(int32_t node) const { return parent[node] < 0 ? 0 : end[parent[node]]; }
 };
 
@@ -263,8 +265,9 @@ class LevelChooser {
       l_.members[to] = int16_t(members);
       l_.parent[to] = parent < 0 ? int16_t(-1) : m_.index[parent];
       l_.leader[to] = n_.leader[i];
-      l_.level[to] = m_.above[i];
-      single_rows &= tokens == members && tile_height(node_kind(c, tokens)) % c.group == 0;
+      const int kind = node_kind(c, tokens);
+      l_.shape[to] = uint8_t(m_.above[i] | kind << 4);
+      single_rows &= tokens == members && tile_height(kind) % c.group == 0;
     }
     FI_ROLL
     for (int32_t r = thread_; r < requests_; r += kThreads) {

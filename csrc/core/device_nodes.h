@@ -90,8 +90,8 @@ class NodeEmitter {
   // are.
   template <class Visit>
   FI_DEVICE int32_t for_members(int32_t j, Visit visit) {
-    const int16_t* const path = l_.path[l_.level[j]];
-    const int kind = node_kind(a_.config, l_.tokens[j]);
+    const int16_t* const path = l_.path[l_.level(j)];
+    const int kind = l_.kind(j);
     uint32_t tokens = 0, pairs = 0, total;
     FI_ROLL
     for (int32_t base = 0; base < requests_; base += kWarp) {
@@ -163,8 +163,8 @@ class NodeEmitter {
   }
 
   FI_DEVICE void put_single_row(int32_t j, int32_t r, int32_t before) {
-    const int32_t tokens = l_.tokens[j], row = before * a_.config.group;
-    const int32_t number = l_.tile[j] + (row >> tile_log2(node_kind(a_.config, tokens)));
+    const int32_t row = before * a_.config.group;
+    const int32_t number = l_.tile[j] + (row >> tile_log2(l_.kind(j)));
     const int32_t token = l_.tokens_begin[j] + before, own = tile_begin_[r];
     section<int32_t>(a_.layout.node_tokens)[token] = tiles_.at(kToken, own);
     // Behind the lists of all members before, and the lengths of these lists and of its own.
@@ -200,7 +200,7 @@ class NodeEmitter {
   FI_DEVICE void put_member(int32_t j, int32_t r, int32_t q_len, int32_t before, TileRange range,
                             int32_t pair) {
     const int32_t tile = first_tile_ + l_.tile[j], group = a_.config.group;
-    const int32_t height = tile_height(node_kind(a_.config, l_.tokens[j]));
+    const int32_t height = tile_height(l_.kind(j));
     const int32_t own = tile_begin_[r], unit = tiles_.at(kUnit, own), first_token = a_.qo_indptr[r];
     int32_t* const node_tokens = section<int32_t>(a_.layout.node_tokens) + l_.tokens_begin[j] + before;
     FI_ROLL

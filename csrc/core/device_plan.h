@@ -181,8 +181,8 @@ class DevicePlanner {
     FI_ROLL
     for (int32_t i = thread_; i < count_.tiles; i += kThreads) {
       const int32_t j = find_owner(levels_->tile, count_.nodes, count_.tiles, i), tokens = levels_->tokens[j];
-      const Tile tile = node_tile(j, levels_->begin(j), levels_->end[j], node_kind(c_, tokens),
-                                  tokens * c_.group, i - levels_->tile[j]);
+      const Tile tile = node_tile(j, levels_->begin(j), levels_->end[j], levels_->kind(j), tokens * c_.group,
+                                  i - levels_->tile[j]);
       set_tile(tiles, flat_tiles + i, tile);
       added += scale_cost(tile_cost(c_, tile.kind, tile.kv_end - tile.kv_begin), a_.cost_shift);
     }
@@ -279,12 +279,11 @@ class DevicePlanner {
           const int kind = shape_kind(shape);
           const TileLevel level = kShares ? shape_level(shape) : kFlat;
           q_rows = shape_rows(shape);
-          s = split_tile(c_, level, tile_length(tiles, t), budgets_.chunk(kind));
+          s = cut(tiles, t, level, kind, shared);
           const bool partial = s.chunks > 1 || level != kFlat;
           const uint32_t cost = uint32_t(saturate32(item_cost(c_, level, kind, s.chunk_len, partial)));
           greatest = cost > greatest ? cost : greatest;
           const uint64_t rows = uint64_t(s.states) * uint32_t(q_rows);
-          if (kShares && level != kFlat) shared = cut_path(tiles, t, level);
           before[0] = uint32_t(s.chunks);
           before[1] = level != kNode && partial;
           before[2] = level == kNode ? 0 : s.states < kSaturated ? s.states : kSaturated;
@@ -308,19 +307,32 @@ class DevicePlanner {
     }
   }
 
-  // Items of the nodes from the root to the one of this tile, or to the one above it.
+  // How the tile is cut; above: items of the nodes above. A loop, so that the divisions stand here once.
   template <class Tiles>
-  FI_DEVICE int32_t cut_path(Tiles tiles, int32_t t, TileLevel level) {
-    const int32_t named = tiles.at(kRequest, t), last = level == kNode ? named : levels_->leaf[named];
-    if (level == kNode && tiles.at(kQBegin, t) > 0) return 0;
-    int32_t chunks = 0;
-    FI_ROLL
-    for (int32_t up = last; up >= 0; up = levels_->parent[up]) {
-      const int kind = node_kind(c_, levels_->tokens[up]);
-      chunks += split_tile(c_, kNode, levels_->end[up] - levels_->begin(up), budgets_.chunk(kind)).chunks;
+  FI_DEVICE Split cut(Tiles tiles, int32_t t, TileLevel level, int kind, int32_t& above) {
+    int32_t length = tile_length(tiles, t), up = -1, named = 0;
+    if constexpr (kShares) {
+      named = tiles.at(kRequest, t);
+      // All tiles of a node lie below the same ones, which the first one asks.
+      if (level == kOwn) up = levels_->leaf[named];
+      if (level == kNode && tiles.at(kQBegin, t) == 0) up = levels_->parent[named];
     }
-    if (level == kNode) nodes_->path_chunks[last] = chunks;
-    return chunks;
+    Split own{};
+    FI_ROLL
+    for (bool first = true;; first = false) {
+      const Split s = split_tile(c_, level, length, budgets_.chunk(kind));
+      if (first)
+        own = s;
+      else
+        above += s.chunks;
+      if (!kShares || up < 0) break;
+      length = levels_->end[up] - levels_->begin(up);
+      kind = levels_->kind(up);
+      up = levels_->parent[up];
+    }
+    if (kShares && level == kNode && tiles.at(kQBegin, t) == 0)
+      nodes_->path_chunks[named] = above + own.chunks;
+    return own;
   }
 
   template <class Tiles>

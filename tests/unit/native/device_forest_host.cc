@@ -79,7 +79,7 @@ void find(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorVie
   for (int32_t i = 0; i < count; ++i) {
     const int32_t first = total;
     for (int32_t r = 0; r < considered; ++r)
-      if (l.path[l.level[i]][r] == i) data<int32_t>(members)[total++] = r;
+      if (l.path[l.level(i)][r] == i) data<int32_t>(members)[total++] = r;
     data<ForestNode>(nodes)[i] = {l.parent[i], l.begin(i), l.end[i], first, total};
   }
   data<int64_t>(size)[0] = count;

@@ -51,11 +51,12 @@ struct LevelsMemory {
 template <class Block>
 class LevelChooser {
  public:
-  static constexpr int kThreads = Block::kThreads, kWarps = kThreads / kWarp;
+  static constexpr int kThreads = Block::kThreads;
 
-  FI_DEVICE LevelChooser(Block& block, const ForestNodes& nodes, int32_t count, int32_t requests,
-                         int32_t page_size, LevelsMemory& memory, Levels& levels)
+  FI_DEVICE LevelChooser(Block& block, GroupScan<Block>& scan, const ForestNodes& nodes, int32_t count,
+                         int32_t requests, int32_t page_size, LevelsMemory& memory, Levels& levels)
       : block_(block),
+        scan_(scan),
         n_(nodes),
         m_(memory),
         l_(levels),
@@ -63,7 +64,6 @@ class LevelChooser {
         requests_(requests),
         page_size_(page_size),
         thread_(block.thread()),
-        warp_(thread_ / kWarp),
         lane_(thread_ % kWarp) {}
 
   // A phase before add_requests().
@@ -104,17 +104,23 @@ class LevelChooser {
     const int greatest = nodes.greatest_depth;
     count_ = nodes.nodes;
     FI_ROLL
-    for (int depth = greatest; depth > 0; --depth) {
+    for (int depth = greatest;; --depth) {
       FI_ROLL
-      for (int32_t i = thread_; i < count_; i += kThreads)
-        if (n_.depth[i] == depth) add_to_parent(c, i);
+      for (int32_t i = thread_; i < count_; i += kThreads) {
+        const int32_t own = n_.depth[i];
+        if (depth > 0 && own != depth) continue;
+        // Of a root when all below is known, by all nodes that lie below it.
+        const int32_t node = depth > 0 || own == 0 ? i : l_.path[own - 1][i];
+        const Weight w = weigh(c, node);
+        if (depth > 0)
+          add_to_parent(i, w);
+        else
+          decide(c, i, w);
+      }
+      if (depth == 0) break;
       block_.sync();
     }
-    FI_ROLL
-    for (int32_t i = thread_; i < count_; i += kThreads) decide(c, i);
-    block_.sync();
     const LevelCounts all = number(c);
-    block_.sync();
     return keep(c, all, c.sharing.max_levels < kForestDepth ? int32_t(c.sharing.max_levels) : kForestDepth);
   }
 
@@ -127,7 +133,6 @@ class LevelChooser {
       m_.index[i] = m_.kept[i] = int16_t(i);
       m_.above[i] = n_.depth[i];
     }
-    block_.sync();
     keep(c, {count_, 0, 0, false}, kForestDepth);
   }
 
@@ -152,9 +157,8 @@ class LevelChooser {
             node_overhead(c, tokens, int32_t(m_.members[i]))};
   }
 
-  FI_DEVICE void add_to_parent(const PlannerConfig& c, int32_t i) {
+  FI_DEVICE void add_to_parent(int32_t i, const Weight& w) {
     const int32_t parent = n_.parent[i];
-    const Weight w = weigh(c, i);
     uint32_t saved = m_.saved[i];
     if (pays(tokens_to(i) - tokens_to(parent), w.below, w.key_cost, w.overhead))
       saved = m_.below[i] - uint32_t(w.key_cost);
@@ -164,17 +168,16 @@ class LevelChooser {
     m_.overhead[i] = w.overhead;
   }
 
-  // Each node decides for itself what is kept above it, without waiting for those.
-  FI_DEVICE void decide(const PlannerConfig& c, int32_t i) {
+  // Each node decides for itself what is kept above it, without waiting for those. root: of the node itself
+  // or the root above it.
+  FI_DEVICE void decide(const PlannerConfig& c, int32_t i, const Weight& root) {
     const int32_t depth = n_.depth[i];
-    const Weight root = weigh(c, depth > 0 ? l_.path[depth - 1][i] : i);
     int32_t above = -1, start = 0, kept = 0;
     FI_ROLL
     for (int32_t up = depth; up >= 0; --up) {
       const int32_t node = up > 0 ? l_.path[up - 1][i] : i, end = tokens_to(node);
-      const Weight w = up == depth ? root
-                                   : Weight{int64_t(m_.below[node] - m_.saved[node]), m_.key_cost[node],
-                                            m_.overhead[node]};
+      Weight w = root;
+      if (up < depth) w = {int64_t(m_.below[node] - m_.saved[node]), m_.key_cost[node], m_.overhead[node]};
       if (up == 0) m_.above[i] = uint8_t(kept);
       if (kept >= c.sharing.max_levels || !pays(end - start, w.below, w.key_cost, w.overhead)) continue;
       above = node;
@@ -187,12 +190,33 @@ class LevelChooser {
   FI_DEVICE bool is_kept(int32_t i) const { return i < count_ && m_.kept[i] == i; }
   FI_DEVICE uint32_t lanes_before() const { return (1u << lane_) - 1; }
 
-  // Where the kept nodes, their tiles and tokens lie. Each warp looks at all nodes, for itself, instead of
-  // waiting for the others.
+  // Where the kept nodes, their tiles and tokens lie; each thread knows it of its nodes. Has a barrier behind
+  // what was decided.
   FI_DEVICE LevelCounts number(const PlannerConfig& c) {
-    uint32_t root_tokens = 0;
-    LevelCounts all = number_first(c, kForestRequests, root_tokens);
-    if (!within_limits(c, all.nodes, root_tokens)) all = number_first(c, count_fitting(c), root_tokens);
+    LevelCounts all{};
+    uint32_t of_roots = 0;  // query tokens of this thread's kept nodes that have none above
+    int32_t base = 0;
+    FI_ROLL
+    do {
+      const int32_t i = base + thread_;
+      const bool kept = is_kept(i);
+      const uint32_t tokens = kept ? m_.tokens[i] : 0;
+      uint32_t at[3] = {kept, kept ? uint32_t(node_tile_count(c, int32_t(tokens))) : 0, tokens}, total[3];
+      if (kept && m_.above[i] == 0) of_roots += tokens;
+      scan_.post(3, block_.warp_sum(of_roots));
+      scan_.exclusive_scan(at, total);
+      const int32_t to = all.nodes + int32_t(at[0]);
+      if (i < count_) m_.index[i] = kept ? int16_t(to) : int16_t(-1);
+      if (kept) {
+        l_.tile[to] = all.tiles + int32_t(at[1]);
+        l_.tokens_begin[to] = all.tokens + int32_t(at[2]);
+      }
+      all.nodes += int32_t(total[0]);
+      all.tiles += int32_t(total[1]);
+      all.tokens += int32_t(total[2]);
+      base += kThreads;
+    } while (base < count_);
+    if (!within_limits(c, all.nodes, block_.warp_sum(uint32_t(scan_.posted(3))))) leave_out(c, all);
     const int32_t groups = (requests_ + kWarp - 1) / kWarp;
     all.single_rows = groups * all.nodes <= kMemberCounts;
     if (all.single_rows) {
@@ -202,34 +226,14 @@ class LevelChooser {
     return all;
   }
 
-  // Of the kept nodes the first `most`; root_tokens: query tokens of those that have no kept node above.
-  FI_DEVICE LevelCounts number_first(const PlannerConfig& c, int32_t most, uint32_t& root_tokens) {
-    LevelCounts all{};
-    root_tokens = 0;
+  // Of numbered nodes those behind a limit.
+  FI_DEVICE void leave_out(const PlannerConfig& c, LevelCounts& all) {
+    const int32_t most = count_fitting(c);
+    block_.sync();
+    if (most < all.nodes) all = {most, l_.tile[most], l_.tokens_begin[most], false};
     FI_ROLL
-    for (int32_t base = 0; base < count_; base += kWarp) {
-      const int32_t i = base + lane_;
-      const uint32_t kept = block_.ballot(is_kept(i));
-      const int32_t at = all.nodes + count_bits(kept & lanes_before());
-      const bool taken = kept >> lane_ & 1 && at < most;
-      const uint32_t tokens = taken ? m_.tokens[i] : 0;
-      uint32_t to[2] = {taken ? uint32_t(node_tile_count(c, int32_t(tokens))) : 0, tokens};
-      const uint32_t own[2] = {to[0], to[1]};
-      if (base / kWarp % kWarps == warp_) {
-        add_lanes_before(block_, to);
-        if (i < count_) m_.index[i] = taken ? int16_t(at) : int16_t(-1);
-        if (taken) {
-          l_.tile[at] = all.tiles + int32_t(to[0] - own[0]);
-          l_.tokens_begin[at] = all.tokens + int32_t(to[1] - own[1]);
-        }
-      }
-      root_tokens += block_.warp_sum(taken && m_.above[i] == 0 ? tokens : 0);
-      all.nodes += count_bits(kept);
-      all.tiles += int32_t(block_.warp_sum(own[0]));
-      all.tokens += int32_t(block_.warp_sum(own[1]));
-    }
-    if (all.nodes > most) all.nodes = most;
-    return all;
+    for (int32_t i = thread_; i < count_; i += kThreads)
+      if (m_.index[i] >= most) m_.index[i] = -1;
   }
 
   // How many of the kept nodes come before a limit is exceeded.
@@ -258,16 +262,20 @@ class LevelChooser {
     for (int32_t i = thread_; i < count_; i += kThreads) {
       const int32_t to = m_.index[i];
       if (to < 0) continue;
-      const int32_t parent = n_.parent[i] < 0 ? -1 : m_.kept[n_.parent[i]];
       const auto tokens = int32_t(m_.tokens[i]), members = int32_t(m_.members[i]);
       l_.end[to] = tokens_to(i);
       l_.tokens[to] = tokens;
       l_.members[to] = int16_t(members);
-      l_.parent[to] = parent < 0 ? int16_t(-1) : m_.index[parent];
       l_.leader[to] = n_.leader[i];
       const int kind = node_kind(c, tokens);
       l_.shape[to] = uint8_t(m_.above[i] | kind << 4);
       single_rows &= tokens == members && tile_height(kind) % c.group == 0;
+    }
+    block_.sync();
+    FI_ROLL
+    for (int32_t i = thread_; i < count_; i += kThreads) {
+      const int32_t to = m_.index[i], up = n_.parent[i], parent = up < 0 ? -1 : m_.kept[up];
+      if (to >= 0) l_.parent[to] = parent < 0 ? int16_t(-1) : m_.index[parent];
     }
     FI_ROLL
     for (int32_t r = thread_; r < requests_; r += kThreads) {
@@ -288,12 +296,13 @@ class LevelChooser {
   }
 
   Block& block_;
+  GroupScan<Block>& scan_;
   const ForestNodes& n_;
   LevelsMemory& m_;
   Levels& l_;
   int32_t count_;
   const int32_t requests_, page_size_;
-  const int thread_, warp_, lane_;
+  const int thread_, lane_;
 };
 
 }  // namespace fi

@@ -88,7 +88,8 @@ template <class Block, bool kBeside>
 FI_DEVICE LevelCounts choose_levels(Block& block, GroupScan<Block>& scan, const DeviceShareArgs& args,
                                     int32_t requests, int32_t pairs, DeviceShareMemory<Block, kBeside>& m) {
   const DevicePlanArgs& plan = args.plan;
-  LevelChooser<Block> chooser(block, m.nodes, pairs, requests, args.forest.page_size, m.choosing, m.levels);
+  LevelChooser<Block> chooser(block, scan, m.nodes, pairs, requests, args.forest.page_size, m.choosing,
+                              m.levels);
   const NodeCount nodes = ForestNodeBuilder<Block, GroupScan<Block>>(block, scan, m.leaders, requests,
                                                                      m.sorting, m.nodes, m.levels.path)
                               .run(

@@ -66,7 +66,7 @@ void find(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorVie
     count = found.nodes;
     considered = finder.num_requests();
     if (count > 0)
-      LevelChooser<Thread>(thread, m.nodes, count, considered, args.page_size, m.choosing, m.levels)
+      LevelChooser<Thread>(thread, scan, m.nodes, count, considered, args.page_size, m.choosing, m.levels)
           .keep_all(c, found);
   };
   try {

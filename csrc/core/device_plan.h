@@ -412,17 +412,15 @@ class DevicePlanner {
   template <class Tiles, class Beside>
   FI_DEVICE void emit_items(Tiles tiles, int32_t num_items, int shift, Beside beside) {
     ItemKey k;
-    int64_t load = 0, wide = 0;
+    int64_t load = 0;
     FI_ROLL
     for (int32_t base = 0; base + warp_ * kWarp < num_items; base += kThreads) {
       const ItemKey next = item_key(tiles, base + thread_, num_items, shift);
       sort_.count(next.key, base == 0);
       load += next.item.cost;
-      if (next.item.tile_log2 >= kWideTileLog2) wide += next.item.cost;
       if (base == 0) k = next;
     }
     all_.post(0, warp_sum64(block_, load));
-    all_.post(1, warp_sum64(block_, wide));
     // The last warp divides meanwhile, where there are others for the rest.
     constexpr int kOthers = kWarps > 2 ? kWarps - 1 : kWarps;
     int32_t end = 0;
@@ -444,23 +442,17 @@ class DevicePlanner {
     }
   }
 
-  // What the header says of the end of the list, by the warp that has written it, a lane a word: buckets, and
-  // behind them back_ctas().
+  // From which bucket on heads are bundled, by the warp that has written it, a lane a size.
   FI_DEVICE int32_t find_ends(int shift) {
-    const int64_t load = warp_sum64(block_, all_.posted(0)), wide = warp_sum64(block_, all_.posted(1));
-    if (lane_ < kBundleSizes) {
-      const int bucket = first_bundled_bucket(c_, load, shift, lane_ + 1);
-      return bucket;
-    }
-    return lane_ == kBundleSizes ? back_ctas(c_, load, wide) : 0;
+    const int64_t load = warp_sum64(block_, all_.posted(0));
+    return lane_ < kBundleSizes ? first_bundled_bucket(c_, count_.nodes, load, shift, lane_ + 1) : 0;
   }
 
   // Behind end_counting(), while buckets still say where they begin.
   FI_DEVICE void write_ends(int32_t num_items, int32_t end) {
-    auto* header = section<PlanHeader>(a_.layout.header);
     if (lane_ < kBundleSizes)
-      header->bundled[lane_] = end < kSortBuckets ? num_items - int32_t(m_.sort.position[end]) : 0;
-    if (lane_ == kBundleSizes) header->back_ctas = end;
+      section<PlanHeader>(a_.layout.header)->bundled[lane_] =
+          end < kSortBuckets ? num_items - int32_t(m_.sort.position[end]) : 0;
   }
 
   template <class Tiles>

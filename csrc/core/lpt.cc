@@ -13,22 +13,20 @@
 namespace fi {
 
 void sort_longest_first(const PlannerConfig& config, std::span<const WorkItem> items, WorkItem* sorted,
-                        PlanHeader& header) {
+                        int32_t num_nodes, PlanHeader& header) {
   int32_t greatest = 0;
-  int64_t load = 0, wide = 0;
+  int64_t load = 0;
   for (const WorkItem& item : items) {
     greatest = std::max(greatest, item.cost);
     load += item.cost;
-    if (item.tile_log2 >= kWideTileLog2) wide += item.cost;
   }
   const int shift = sort_shift(config, uint32_t(greatest));
   std::array<uint32_t, kSortBuckets> position{};
   for (const WorkItem& item : items) ++position[size_t(sort_bucket(uint32_t(item.cost), shift))];
   uint32_t sum = 0;
   for (uint32_t& p : position) sum += std::exchange(p, sum);
-  header.back_ctas = back_ctas(config, load, wide);
   for (int k = 0; k < kBundleSizes; ++k) {
-    const int bucket = first_bundled_bucket(config, load, shift, k + 1);
+    const int bucket = first_bundled_bucket(config, num_nodes, load, shift, k + 1);
     header.bundled[k] = bucket < kSortBuckets ? int32_t(items.size() - position[size_t(bucket)]) : 0;
   }
   for (const WorkItem& item : items)

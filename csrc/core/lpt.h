@@ -10,9 +10,9 @@
 namespace fi {
 
 // Copies `items` to `sorted` by falling cost (by bucket, see plan_rules.h), ties by rising index; as they
-// stand where the configuration says so. The header's `bundled` and `back_ctas` follow from it.
+// stand where the configuration says so. The header's `bundled` follows from it. num_nodes: of the plan.
 void sort_longest_first(const PlannerConfig& config, std::span<const WorkItem> items, WorkItem* sorted,
-                        PlanHeader& header);
+                        int32_t num_nodes, PlanHeader& header);
 
 // FlashInfer paper, Algorithm 1: each (item, KV head) in list order goes to the CTA with the least cost so
 // far, ties to the lower CTA. begin: num_queues + 1; entries: item * num_kv_heads + head, queue by queue.

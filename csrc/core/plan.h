@@ -6,7 +6,7 @@
 namespace fi {
 
 inline constexpr int32_t kPlanMagic = 0x50494621;
-inline constexpr int32_t kPlanVersion = 5;
+inline constexpr int32_t kPlanVersion = 6;
 inline constexpr int32_t kMaxQueryTile = 128;
 inline constexpr int kBundleSizes = 3;
 
@@ -28,8 +28,8 @@ enum WorkItemFlags : uint8_t {
 };
 
 // Words of the counters. kFaults: what a launch or the device planner met in lengths that only the device has
-// seen. kBothEnds: two words, tickets drawn from the front (low) and from the back, where some CTAs do that.
-enum Counter : int32_t { kTicket = 0, kFaults = 1, kBothEnds = 2, kArrivals = 4 };
+// seen.
+enum Counter : int32_t { kTicket = 0, kFaults = 1, kArrivals = 2 };
 
 // Bits of the faults that the device planner sets; those below are KernelFault's. A plan with one of them has
 // no items, so that its launch writes nothing.
@@ -106,10 +106,7 @@ struct PlanHeader {
   // How many items from the end on a kernel may draw for 2, 4 and 8 KV heads at once: 2^k heads of one of
   // them cost too little to unbalance the CTAs. A ticket of 2^k heads counts as one.
   int32_t bundled[kBundleSizes];
-  // CTAs that may draw from the end of the list, where the items of few rows stand, which read memory while
-  // the others compute. 0: there is nothing to do side by side.
-  int32_t back_ctas;
-  int32_t reserved[13 - kBundleSizes];
+  int32_t reserved[14 - kBundleSizes];
 };
 static_assert(sizeof(PlanHeader) == 128);
 

@@ -119,12 +119,13 @@ FI_HOST_DEVICE bool has_many_tickets(const PlannerConfig& c, int64_t tiles) {
   return tiles * c.num_kv_heads >= int64_t(8) * c.num_ctas;
 }
 
-// Budgets that are compared: the ideal share first, twice of it (in a small batch the way of a partial state
-// costs more than an uneven share), and fractions, for equal requests that do not divide the CTAs leave a
-// nearly empty last wave.
+// Budgets that are compared, in quarters of the ideal share: that share first; a quarter more and twice as
+// much, since in a small batch the way of a partial state costs more than an uneven share; and half of it,
+// for large items that do not divide the CTAs leave a nearly empty last wave.
 FI_HOST_DEVICE int64_t candidate_budget(int64_t ideal, int candidate) {
-  if (candidate == 1) return ideal < kMaxBudget / 2 ? 2 * ideal : kMaxBudget;
-  return candidate == 0 ? ideal : ceil_div(ideal, candidate);
+  const int64_t quarters = candidate == 0 ? 4 : candidate == 1 ? 5 : candidate == 2 ? 8 : 2;
+  if (ideal > kMaxBudget / 8) return quarters < 4 ? ideal / 2 : kMaxBudget;
+  return ceil_div(ideal * quarters, 4);
 }
 
 // KV tokens of one item of this tile kind when an item may cost `budget`.
@@ -153,11 +154,13 @@ FI_HOST_DEVICE Share estimate_share(const PlannerConfig& c, TileLevel level, int
 FI_HOST_DEVICE bool is_large(int64_t cost, int64_t largest) { return 4 * cost > 3 * largest; }
 
 // Estimated makespan times 4 CTAs: the average load or the waves of large items, the last of which is full
-// by chance only. An eighth of the largest item is added, for several CTAs do not run at one speed.
+// by chance only; waves count three quarters, since the CTAs that still read when others have ended read
+// faster. An eighth of the largest item is added, for several CTAs do not run at one speed.
 FI_HOST_DEVICE int64_t estimate_time(const PlannerConfig& c, int64_t load, int64_t largest, int64_t large) {
   const int64_t waves = ceil_div(large * c.num_kv_heads, c.num_ctas);
   const int64_t average = 4 * load * c.num_kv_heads, in_waves = largest * ((3 * waves + 1) * c.num_ctas);
-  return (average > in_waves ? average : in_waves) + (largest * (c.num_ctas - 1) >> 1);
+  const int64_t bound = in_waves - in_waves / 4;
+  return (average > bound ? average : bound) + (largest * (c.num_ctas - 1) >> 1);
 }
 
 // Another budget than the ideal one has to promise one percent.
@@ -219,23 +222,12 @@ FI_HOST_DEVICE int sort_shift(const PlannerConfig& c, uint32_t greatest_cost) {
 
 FI_HOST_DEVICE int sort_bucket(uint32_t cost, int shift) { return kSortBuckets - 1 - int(cost >> shift); }
 
-// Items of this height and more are bound by arithmetic, lower ones by memory.
-inline constexpr int kWideTileLog2 = 6;
-
-// The header's back_ctas; load: cost of all items, wide: of those of wide tiles. The costs of the others are
-// what they take while all CTAs read; one that reads while others compute has a larger share of the memory,
-// 5/2 of its own. Both ends are to meet where all work is done. Without the order of costs the end is like
-// any other place.
-FI_HOST_DEVICE int32_t back_ctas(const PlannerConfig& c, int64_t load, int64_t wide) {
-  const int64_t narrow = (load - wide) / 5 * 2;
-  if (wide == 0 || !c.longest_first) return 0;
-  const int64_t count = narrow / ((wide + narrow) / c.num_ctas + 1);
-  return int32_t(count < c.num_ctas / 2 ? count : c.num_ctas / 2);
-}
-
 // The first bucket whose items may be drawn for 2^log2 KV heads at once, kSortBuckets if there is none: these
-// heads together cost at most half of what a CTA gets of the load, the cost of all items.
-FI_HOST_DEVICE int first_bundled_bucket(const PlannerConfig& c, int64_t load, int shift, int log2) {
+// heads together cost at most half of what a CTA gets of the load, the cost of all items. Without nodes there
+// is none: what memory bounds takes as long one after another, in tickets that are easier to balance.
+FI_HOST_DEVICE int first_bundled_bucket(const PlannerConfig& c, int32_t num_nodes, int64_t load, int shift,
+                                        int log2) {
+  if (num_nodes == 0) return kSortBuckets;
   const int64_t limit = load * c.num_kv_heads / c.num_ctas >> (log2 + 1);
   const int64_t last = (limit + 1 >> shift) - 1;  // of the buckets that lie below the limit, counted from 0
   return last < 0 ? kSortBuckets : kSortBuckets - 1 - int(last < kSortBuckets ? last : kSortBuckets - 1);

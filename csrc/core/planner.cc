@@ -194,7 +194,7 @@ void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
             reinterpret_cast<PrefixNode*>(buffer.data() + layout.nodes), words(layout.node_tokens),
             words(layout.reports)});
   PlanHeader header{};
-  sort_longest_first(config, scratch.items, items, header);
+  sort_longest_first(config, scratch.items, items, int32_t(composition.nodes.size()), header);
   if (!kv_lens.empty()) std::memcpy(words(layout.kv_len_bounds), kv_lens.data(), kv_lens.size_bytes());
   if (config.planned_queues)
     assign_queues({items, scratch.items.size()}, config.num_kv_heads, config.num_ctas,

@@ -7,7 +7,6 @@
 #include "../ptx/cluster.cuh"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/mbarrier.cuh"
-#include "../ptx/tma.cuh"
 #if FI_PHASES
 #include "phases.cuh"
 #endif

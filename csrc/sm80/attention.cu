@@ -23,7 +23,7 @@ cudaError_t prepare() {
 
 cudaError_t launch(const AttentionParams& p, int num_ctas, cudaStream_t stream) {
   constexpr int64_t kItem = sizeof(FI_KV_DTYPE);
-  const LaunchConstants c = launch_constants(p, kItem, Instance::kKvTile);
+  const LaunchConstants c = launch_constants(p, kItem);
   // An attribute of the current device; setting it again is cheap and legal during capture.
   if (const cudaError_t error = prepare(); error != cudaSuccess) return error;
 #if FI_PDL

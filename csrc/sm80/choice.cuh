@@ -10,34 +10,21 @@
 #else
 #define FI_VARIANT StandardVariant
 #endif
-// Whether the queries of tiles of 128 rows come through the ring, ahead of the item's keys.
+// Whether queries come through the ring, ahead of the item's keys.
 #if !defined(FI_RING_QUERIES)
-#define FI_RING_QUERIES 0
+#define FI_RING_QUERIES 1
 #endif
 // Whether the maxima of both rows of a lane are there before the first exponential.
 #if !defined(FI_MAXIMA_FIRST)
-#define FI_MAXIMA_FIRST 0
-#endif
-// Whether the warpgroups of a wide tile start their products by turns, so that one's softmax meets the
-// other's products.
-#if !defined(FI_TURNS)
-#define FI_TURNS 0
-#endif
-// Whether the last chunk of a tile that is split into few is folded with the others where it is.
-#if !defined(FI_FOLD_LAST)
-#define FI_FOLD_LAST 0
+#define FI_MAXIMA_FIRST 1
 #endif
 // Programmatic dependent launch: the grid starts while the kernel before it ends (sm_90).
 #if !defined(FI_PDL)
-#define FI_PDL 0
-#endif
-// Whether some CTAs draw from the end of the list, as the plan says.
-#if !defined(FI_BOTH_ENDS)
-#define FI_BOTH_ENDS 0
+#define FI_PDL FI_SM90A
 #endif
 // Whether short items of few rows are computed for several KV heads side by side, as the plan says.
 #if !defined(FI_BUNDLES)
-#define FI_BUNDLES 0
+#define FI_BUNDLES 1
 #endif
 #if !defined(FI_LOGITS_TRANSFORM)
 #define FI_LOGITS_TRANSFORM 0

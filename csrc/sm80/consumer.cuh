@@ -17,13 +17,16 @@ __device__ __forceinline__ uint32_t chunk_pair(uint32_t base, int rows, int pair
   return (base ^ uint32_t((pair & 3) << 5)) + uint32_t((pair >> 2) * rows * kRowBytes);
 }
 
-__device__ __forceinline__ int row_groups(const Work& w) { return max(1 << w.tile_log2, 16) / 16; }
+__device__ __forceinline__ int row_groups_log2(const Work& w) { return max(w.tile_log2 - 4, 0); }
+__device__ __forceinline__ int row_groups(const Work& w) { return 1 << row_groups_log2(w); }
 
 template <class Traits>
 struct Consumer {
   using T = typename Traits::T;
   using TKV = typename Traits::TKV;
   using Weight = WeightOf<Traits>;
+  static constexpr int kMaxGroupsLog2 = Traits::kMaxGroups == 8 ? 3 : 2;
+  static_assert(1 << kMaxGroupsLog2 == Traits::kMaxGroups);
   static constexpr int kQSteps = Traits::kHeadDim / 16;  // ksteps of Q K^T
   static constexpr int kKvTile = Traits::kKvTile;
   static constexpr int kTiles = kKvTile / 8;                 // fragments of a tile's logits
@@ -36,6 +39,7 @@ struct Consumer {
   const int warp, lane;
   char* slice;
   int group, member, members;  // row group; which of the warps that share its KV tiles; how many those are
+  int members_log2;
   int pair, column_warp;       // which of the warps that share rows and columns
   int inner_begin, inner_end;  // keys that all rows see
   uint32_t q[Traits::kQInRegisters ? kQSteps : 1][4];
@@ -44,7 +48,7 @@ struct Consumer {
 
   __device__ __forceinline__ bool in_bundle() const { return kBundles<Traits> && w.heads_log2 > 0; }
   // The row group, or which head of a bundle.
-  __device__ __forceinline__ int place() const { return kBundles<Traits> ? warp / members : group; }
+  __device__ __forceinline__ int place() const { return kBundles<Traits> ? warp >> members_log2 : group; }
   __device__ __forceinline__ int kv_head() const { return in_bundle() ? w.kv_head + place() : w.kv_head; }
 
   // What products of queries and keys are multiplied by. A negative scale would make the least logit the
@@ -87,10 +91,11 @@ struct Consumer {
     pair = warp / Traits::kColumnWarps;
     slice = shared + (kWideHeads<Traits> ? warp / 4 * tile_bytes(kWideRows, Traits::kHeadDim * 2)
                                          : pair * Traits::kSliceBytes);
-    members = Traits::kMaxGroups / (kBundles<Traits> ? row_groups(w) << w.heads_log2 : row_groups(w));
+    members_log2 = kMaxGroupsLog2 - row_groups_log2(w) - (kBundles<Traits> ? w.heads_log2 : 0);
+    members = 1 << members_log2;
     column_warp = warp % Traits::kColumnWarps;
-    group = in_bundle() ? 0 : warp / Traits::kColumnWarps / members;
-    member = warp / Traits::kColumnWarps % members;
+    group = in_bundle() ? 0 : pair >> members_log2;
+    member = pair & (members - 1);
     inner_begin = max(w.lo, Variant::visible_keys(p, w.last, w.kv_end).begin);
     inner_end = min(w.kv_end, Variant::visible_keys(p, w.first, w.kv_end).end);
     if (!(kRingQueries<Traits> && w.query_tiles)) load_queries();
@@ -184,6 +189,11 @@ struct Consumer {
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
 
+  // What chunk_pair() wants for sixteen rows of this warp's slice.
+  __device__ __forceinline__ uint32_t matrix_base() const {
+    return ptx::shared_address(own_slice()) + (lane % 16) * kRowBytes + (((lane >> 4) ^ (lane & 7)) << 4);
+  }
+
   __device__ __forceinline__ void read_q(int step, uint32_t (&a)[4]) const {
     const uint32_t base =
         ptx::shared_address(slice) + (lane % 16) * kRowBytes + (((lane >> 4) ^ (lane & 7)) << 4);
@@ -194,11 +204,12 @@ struct Consumer {
   __device__ __forceinline__ void take_queries(Control& control, uint32_t stages,
                                                const Ring<Traits::kStages>& stage) {
     ptx::mbarrier_wait(full_barrier(control, stage), stage.lap >> 1 & 1);
-    const uint32_t base = stages + stage.at * Traits::kStageBytes + (group * 16 + lane % 16) * kRowBytes +
+    const int first_row = (in_bundle() ? place() : group) * 16;
+    const uint32_t base = stages + stage.at * Traits::kStageBytes + (first_row + lane % 16) * kRowBytes +
                           (((lane >> 4) ^ (lane & 7)) << 4);
+    const int rows = query_tile_rows(w);
 #pragma unroll
-    for (int step = 0; step < kQSteps; ++step)
-      ptx::ldmatrix_x4(q[step], chunk_pair(base, kMaxQueryTile, step));
+    for (int step = 0; step < kQSteps; ++step) ptx::ldmatrix_x4(q[step], chunk_pair(base, rows, step));
     ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[stage.at]), lane);
   }
 

@@ -109,6 +109,23 @@ __device__ __forceinline__ void transform_columns(Consumer<Traits>& x, int r, co
   factor = 1.f;
 }
 
+// What is left to multiply the lane's two rows by.
+template <class Traits>
+__device__ __forceinline__ void finish_rows(const Consumer<Traits>& x, float (&lse)[2], float (&factor)[2]) {
+#pragma unroll 1
+  for (int r = 0; r < 2; ++r) {
+    const int row = x.row_of(r);
+    if (row >= x.w.q_rows) break;
+    float sum = r == 0 ? lse[0] : lse[1];
+    const float last =
+        finish_row(x.p, x.c, x.w, x.w.q_begin + row, x.kv_head(), sum, x.lane % 4 == 0 && x.column_warp == 0);
+    if (r == 0)
+      lse[0] = sum, factor[0] *= last;
+    else
+      lse[1] = sum, factor[1] *= last;
+  }
+}
+
 // Final rows of one warp go through its slice to leave as whole 16-byte chunks.
 template <class Traits>
 __device__ __forceinline__ void store_final(Consumer<Traits>& x, float (&lse)[2], float (&factor)[2]) {
@@ -117,34 +134,49 @@ __device__ __forceinline__ void store_final(Consumer<Traits>& x, float (&lse)[2]
   const Work& w = x.w;
   x.sync_columns();  // the queries have been read
   char* slice = x.own_slice();
+  finish_rows(x, lse, factor);
+  if constexpr (Variant::kTransformsOutput) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = x.row_of(r);
-    if (row < w.q_rows)
-      factor[r] *=
-          finish_row(p, x.c, w, w.q_begin + row, x.kv_head(), lse[r], x.lane % 4 == 0 && x.column_warp == 0);
-    const int slice_row = x.lane / 4 + r * 8;
-    if constexpr (Variant::kTransformsOutput) {
-      if (row < w.q_rows)
+    for (int r = 0; r < 2; ++r)
+      if (const int row = x.row_of(r); row < w.q_rows)
         transform_columns(x, r, row_index(p, x.c, w, w.q_begin + row, x.kv_head()), lse[r], factor[r]);
-    }
+  }
+  if constexpr (kMovesRegisters && !Traits::kFp8) {
+    const uint32_t to = x.matrix_base();
 #pragma unroll
     for (int n = 0; n < Consumer<Traits>::kBlocks; ++n) {
-      if constexpr (Traits::kFp8) {
-        const float4 v = times(four_columns(x, n, r), factor[r]);
-        const int at = (x.lane % 4) * 4;
-        *reinterpret_cast<uint2*>(slice + swizzled(16, slice_row, n * 2 + at / 8) + at % 8 * 2) =
-            make_uint2(ptx::pack2<T>(v.x, v.y), ptx::pack2<T>(v.z, v.w));
-      } else {
+      uint32_t block[4];
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-          *reinterpret_cast<uint32_t*>(slice + swizzled(16, slice_row, n * 2 + h) + (x.lane % 4) * 4) =
-              ptx::pack2<T>(x.out[2 * n + h][2 * r] * factor[r], x.out[2 * n + h][2 * r + 1] * factor[r]);
+      for (int i = 0; i < 4; ++i) {
+        const float (&o)[4] = x.out[2 * n + i / 2];
+        block[i] = ptx::pack2<T>(o[i % 2 * 2] * factor[i % 2], o[i % 2 * 2 + 1] * factor[i % 2]);
+      }
+      ptx::stmatrix_x4(chunk_pair(to, 16, n), block);
+    }
+  } else {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int slice_row = x.lane / 4 + r * 8;
+#pragma unroll
+      for (int n = 0; n < Consumer<Traits>::kBlocks; ++n) {
+        if constexpr (Traits::kFp8) {
+          const float4 v = times(four_columns(x, n, r), factor[r]);
+          const int at = (x.lane % 4) * 4;
+          *reinterpret_cast<uint2*>(slice + swizzled(16, slice_row, n * 2 + at / 8) + at % 8 * 2) =
+              make_uint2(ptx::pack2<T>(v.x, v.y), ptx::pack2<T>(v.z, v.w));
+        } else {
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            *reinterpret_cast<uint32_t*>(slice + swizzled(16, slice_row, n * 2 + h) + (x.lane % 4) * 4) =
+                ptx::pack2<T>(x.out[2 * n + h][2 * r] * factor[r], x.out[2 * n + h][2 * r + 1] * factor[r]);
+        }
       }
     }
   }
   __syncwarp();
+  // Not unrolled: straight code runs as fast as instructions arrive, some eight in 90 cycles.
   constexpr int kChunks = Traits::kWarpColumns / 8;
+#pragma unroll 1
   for (int i = x.lane; i < 16 * kChunks; i += 32) {
     const int row = i / kChunks, chunk = i % kChunks, tile_row = x.group * 16 + row;
     if (tile_row >= w.q_rows) continue;
@@ -281,7 +313,7 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
   const Work& w = x.w;
   constexpr int kVectors = Traits::kWarpColumns / 4, kRowFloats = Traits::kWarpColumns;
   // Tiles of different heights follow each other without a common barrier, so each has names of its own.
-  const int places = Traits::kMaxGroups / x.members, threads = x.members * 32;
+  const int places = Traits::kMaxGroups >> x.members_log2, threads = x.members * 32;
   const int barrier = 1 + Traits::kColumnWarps * (places + x.place()) + x.column_warp;
   const int first_warp = x.place() * x.members * Traits::kColumnWarps + x.column_warp;
   const auto sync = [&] {
@@ -297,21 +329,15 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
   };
   const auto chunk_at = [](int row, int chunk) { return row * kRowFloats + ((chunk ^ (row & 3)) << 2); };
   // Where all other items of a unit have arrived, its last state need not go through memory.
-  constexpr bool kFinishes = (kComposes<Traits> || kFoldsFew<Traits>) && Traits::kColumnWarps == 1;
-  const bool folds = (kComposes<Traits> && w.levels && w.tokens < 0) || has_few_parts<Traits>(w);
+  constexpr bool kFinishes = kComposes<Traits> && Traits::kColumnWarps == 1;
+  const bool folds = kComposes<Traits> && w.levels && w.tokens < 0;
   const bool may_finish = kFinishes && folds && (places == 1 || x.in_bundle());
   int32_t* counter = p.counters + kArrivals + w.unit * p.num_kv_heads + x.kv_head();
   const bool leads_place = x.member == 0 && x.lane == 0;
   int arrived = 0;
   if (may_finish && leads_place) arrived = ptx::load_acquire(counter);
   bool finishes = false;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int rows = min(w.q_rows - x.group * 16 - r * 8, 8);
-    if (rows <= 0) break;
-    // Nobody still reads its queries, or the rows before these.
-    if (r == 0) x.sync_columns();
-    sync();
+  const auto put_rows = [&](int r) {
     float* slice = reinterpret_cast<float*>(x.own_slice());
     const int row = x.lane / 4;
     const float sum = quad_sum(x.state.sum[r]);
@@ -327,10 +353,26 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
               make_float2(x.out[2 * n + h][2 * r], x.out[2 * n + h][2 * r + 1]);
       }
     }
+  };
+  // Where queries come through the ring, the slices hold nothing that is still read.
+  const bool clean = kRingQueries<Traits> && w.query_tiles;
+  // Not unrolled: see store_final().
+#pragma unroll 1
+  for (int r = 0; r < 2; ++r) {
+    const int rows = min(w.q_rows - x.group * 16 - r * 8, 8);
+    if (rows <= 0) break;
+    // Nobody still reads its queries, or the rows before these.
+    if (r == 0 && !clean) x.sync_columns();
+    if (r > 0 || !clean) sync();
+    if (r == 0)
+      put_rows(0);
+    else
+      put_rows(1);
     if (may_finish && r == 0 && leads_place) control.place_arrived[x.warp] = arrived == w.num_items - 1;
     sync();
     if (may_finish && r == 0)
       finishes = *static_cast<volatile int32_t*>(&control.place_arrived[x.warp - x.member]);
+#pragma unroll 1
     for (int i = x.member * 32 + x.lane; i < rows * kVectors; i += threads) {
       const int out_row = i / kVectors, vector = i % kVectors;
       // Unrolled over as many warps as there can be, so that all reads are under way together.
@@ -402,9 +444,6 @@ __device__ __forceinline__ void merge(const AttentionParams& p, const LaunchCons
   if constexpr (!Traits::kInvariant)
     while (shares * 2 * w.q_rows <= kSlots) shares *= 2;
   const int share = slot % shares, rows_at_once = kSlots / shares;
-  const auto load = [&](int i, int row, int vector, float& lse, float4& o) {
-    load_part<Traits>(p, parts[i] + row, w.kv_head, vector, lse, o);
-  };
   for (int first_row = 0; first_row < w.q_rows; first_row += rows_at_once) {
     const int row = first_row + slot / shares;
 #pragma unroll 1
@@ -417,7 +456,7 @@ __device__ __forceinline__ void merge(const AttentionParams& p, const LaunchCons
         for (int i = w.parts_begin; valid && i < w.parts_end; ++i) {
           float part_lse, a, b, next;
           float4 o;
-          load(i, row, vector, part_lse, o);
+          load_part<Traits>(p, parts[i] + row, w.kv_head, vector, part_lse, o);
           join(lse, part_lse, a, b, next);
           if (lse == -INFINITY)
             acc = part_lse == -INFINITY ? acc : o;
@@ -439,7 +478,8 @@ __device__ __forceinline__ void merge(const AttentionParams& p, const LaunchCons
           for (int i = 0; i < kMergeBatch; ++i) {
             lse[i] = -INFINITY;
             o[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-            if (begin + i * shares < w.parts_end) load(begin + i * shares, row, vector, lse[i], o[i]);
+            if (begin + i * shares < w.parts_end)
+              load_part<Traits>(p, parts[begin + i * shares] + row, w.kv_head, vector, lse[i], o[i]);
           }
 #pragma unroll
           for (int i = 0; i < kMergeBatch; ++i) top = fmaxf(top, lse[i]);

@@ -108,20 +108,20 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
       return run_tallest<View, sm90::Widened<View>>(p, c, control, w, tid, shared, stages, stage, tiles);
   }
   Consumer<Traits> x(p, c, w, tid, shared);
+  Ring<Traits::kStages> first = stage;
+  if (kRingQueries<Traits> && w.query_tiles) {
+    x.take_queries(control, stages, first);
+    first.advance();
+  }
   if constexpr (Traits::kWgmma && !Traits::kReadsQueries && !Traits::kWidens) {
     if (x.members == 1 && !x.in_bundle()) {
-      Ring<Traits::kStages> first = stage;
-      if (kRingQueries<Traits> && w.query_tiles) {
-        x.take_queries(control, stages, first);
-        first.advance();
-      }
       sm90::Wide<Traits>::attend(x, control, stages, first, tiles);
       if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
       store(x);
       return false;
     }
   }
-  attend<Traits>(x, control, stages, stage, tiles, [](int) {});
+  attend<Traits>(x, control, stages, first, tiles, [](int) {});
   if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
   if (x.in_bundle()) {
     if (!combine(x, control, shared) && w.unit >= 0) arrive_in_bundle(x, control);
@@ -199,11 +199,6 @@ __device__ __forceinline__ void arrive(const AttentionParams& p, const LaunchCon
   if (!ptx::named_barrier_or(1, kConsumers, last)) return;
   __threadfence();
   if (tid == 0) *counter = 0;
-  if constexpr (kFoldsFew<Traits>)
-    if (has_few_parts<Traits>(w)) {
-      fold_rows<Traits, 1, 2>(p, c, RowsOfUnit(w), max(w.q_rows, 0), w.kv_head, tid, kConsumers);
-      return;
-    }
   merge<Traits>(p, c, w, tid, shared);
 }
 
@@ -211,7 +206,6 @@ template <class Traits>
 __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                         char* shared, uint32_t stages) {
   const int tid = threadIdx.x;
-  if constexpr (Traits::kWgmma && !Traits::kWidens) sm90::give_first_turn<Traits>();
   Ring<Traits::kStages> stage;
   Ring<kSlots> slot;
   while (true) {

@@ -5,20 +5,10 @@
 #include "../core/fast_divide.h"
 #include "../core/params.h"
 
-// Whole tiles come by the copy engine where pages allow (sm_90a).
-#if !defined(FI_TMA)
-#define FI_TMA 0
-#endif
-#if FI_TMA
-#include "../sm90/tensor_maps.h"
-#endif
-
 namespace fi::sm80 {
 
 // Stands for the row of a key that is not read.
 inline constexpr uint32_t kNoRow = 0xffffffff;
-// In the last place of a tile's rows: all its keys exist, and the first places hold the pages of its boxes.
-inline constexpr uint32_t kWholeTile = 0xfffffffe;
 
 // What the launcher derives from the parameters.
 struct LaunchConstants {
@@ -29,15 +19,10 @@ struct LaunchConstants {
   int64_t k_page_bytes, v_page_bytes, k_head_bytes, v_head_bytes, k_token_bytes, v_token_bytes;
   // K and V have the same strides, and a row's distance from the first one fits into 32 bits of 16 bytes.
   bool one_offset;
-#if FI_TMA
-  int box_keys;  // keys of a page in one box; 0: rows are gathered
-  bool k_heads_first, v_heads_first;
-  CUtensorMap k_map, v_map;
-#endif
 };
 
-// item: bytes of an element of the caches. tile: keys of a tile.
-inline LaunchConstants launch_constants(const AttentionParams& p, int64_t item, [[maybe_unused]] int tile) {
+// item: bytes of an element of the caches.
+inline LaunchConstants launch_constants(const AttentionParams& p, int64_t item) {
   LaunchConstants c{};
   c.group = FastDivide(p.group);
   c.page_size = FastDivide(p.level.page_size);
@@ -50,24 +35,9 @@ inline LaunchConstants launch_constants(const AttentionParams& p, int64_t item, 
   c.k_token_bytes = p.k_stride_token * item;
   c.v_token_bytes = p.v_stride_token * item;
   const int64_t reach = p.level.num_pages * c.k_page_bytes + p.level.page_size * c.k_token_bytes;
-  c.one_offset = reach < int64_t(kWholeTile) * 16 && c.k_page_bytes == c.v_page_bytes &&
+  c.one_offset = reach < int64_t(kNoRow) * 16 && c.k_page_bytes == c.v_page_bytes &&
                  c.k_head_bytes == c.v_head_bytes && c.k_token_bytes == c.v_token_bytes &&
                  c.k_page_bytes >= 0 && c.k_token_bytes >= 0;
-#if FI_TMA
-  const sm90::Cache k{p.k,        p.level.num_pages, p.level.page_size, p.num_kv_heads,
-                      p.head_dim, c.k_page_bytes,    c.k_token_bytes,   c.k_head_bytes,
-                      int(item)};
-  const sm90::Cache v{p.v,          p.level.num_pages, p.level.page_size, p.num_kv_heads,
-                      p.head_dim_v, c.v_page_bytes,    c.v_token_bytes,   c.v_head_bytes,
-                      int(item)};
-  c.box_keys = p.level.indices && p.level.last_page_size == p.level.page_size
-                   ? sm90::box_keys(p.level.page_size, tile)
-                   : 0;
-  c.k_heads_first = sm90::heads_first(k);
-  c.v_heads_first = sm90::heads_first(v);
-  if (c.box_keys && !(sm90::make_map(k, c.box_keys, c.k_map) && sm90::make_map(v, c.box_keys, c.v_map)))
-    c.box_keys = 0;
-#endif
   return c;
 }
 

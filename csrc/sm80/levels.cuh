@@ -198,7 +198,7 @@ __device__ __forceinline__ void arrive_at_levels(const AttentionParams& p, const
 // arrive() of one head of a bundle, by the warps of its place.
 template <class Traits>
 __device__ __forceinline__ void arrive_in_bundle(const Consumer<Traits>& x, Control& control) {
-  if constexpr (kComposes<Traits> || kFoldsFew<Traits>) {
+  if constexpr (kComposes<Traits>) {
     const AttentionParams& p = x.p;
     const Work& w = x.w;
     const int threads = x.members * 32, thread = x.member * 32 + x.lane, kv_head = x.kv_head();
@@ -206,7 +206,7 @@ __device__ __forceinline__ void arrive_in_bundle(const Consumer<Traits>& x, Cont
       if (threads == 32)
         __syncwarp();
       else
-        ptx::named_barrier(1 + Traits::kMaxGroups / x.members + x.place(), threads);
+        ptx::named_barrier(1 + (Traits::kMaxGroups >> x.members_log2) + x.place(), threads);
     };
     __threadfence();
     sync();

@@ -4,7 +4,6 @@
 // never pauses.
 #pragma once
 #include "ptx/cp_async.cuh"
-#include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "work.cuh"
 
@@ -78,40 +77,6 @@ __device__ __forceinline__ void warm_lengths(const AttentionParams& p, const Lau
     ptx::prefetch_l2(p.plan + p.layout.items + int64_t(c.num_kv_heads.divide(blockIdx.x)) * sizeof(WorkItem));
 }
 
-// Draws of one CTA, by one lane. Every CTA has its first ticket by its number and draws the others until none
-// is left; as many draws as tickets, so that the last one resets the counter. CTAs that draw from the back
-// have the last tickets, the last CTA the last one.
-struct Draws {
-  int tickets, back;  // back: how many CTAs draw from there
-  bool from_back;
-
-  __device__ __forceinline__ Draws(const PlanHeader& header, int tickets_) : tickets(tickets_) {
-    const int ctas = int(gridDim.x);
-    back = FI_BOTH_ENDS && tickets >= ctas ? max(min(header.back_ctas, ctas - 1), 0) : 0;
-    from_back = int(blockIdx.x) >= ctas - back;
-  }
-
-  __device__ __forceinline__ int first() const {
-    return from_back ? tickets - int(gridDim.x) + int(blockIdx.x) : int(blockIdx.x);
-  }
-
-  // The next ticket, `tickets` or more where there is none.
-  __device__ __forceinline__ int draw(int32_t* counters) const {
-    const int ctas = int(gridDim.x);
-    if (back == 0) {
-      const int before = atomicAdd(counters + kTicket, 1);
-      if (before == tickets - 1) counters[kTicket] = 0;
-      return ctas + before;
-    }
-    auto* both = reinterpret_cast<unsigned long long*>(counters + kBothEnds);
-    const unsigned long long before = atomicAdd(both, from_back ? 1ull << 32 : 1ull);
-    const int front = int(before), behind = int(before >> 32);
-    if (front + behind == tickets - 1) *both = 0;
-    if (front + behind >= tickets - ctas) return tickets;
-    return from_back ? tickets - back - 1 - behind : ctas - back + front;
-  }
-};
-
 // Draws items and works out their exact ranges.
 template <class Traits>
 __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchConstants& c,
@@ -121,19 +86,28 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
   const auto* queue = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_begin);
   const auto* entries = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_entries);
   const bool queued = header->num_queues > 0;
-  const Tickets bundled(p, *header);
-  const int tickets = kBundles<Traits> ? bundled.count : header->num_items * p.num_kv_heads;
-  const Draws line(*header, tickets);
-  int next = line.first(), end = tickets;  // of the tickets, or of this CTA's entries in its queue
+  // Code that runs once in a launch comes from far away: none that a plan without bundles does not need.
+  const bool bundles = kBundles<Traits> && !queued && header->bundled[0] > 0;
+  Tickets bundled;
+  int tickets = header->num_items * p.num_kv_heads;
+  if (bundles) tickets = bundled.count(p, *header);
+  int next = int(blockIdx.x), end = tickets;  // of the tickets, or of this CTA's entries in its queue
   if (queued) {
     next = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x] : 0;
     end = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x + 1] : 0;
   }
+  // The next ticket, `tickets` or more where there is none. As many draws as tickets, so that the last one
+  // resets the counter.
+  const auto draw = [&] {
+    const int before = atomicAdd(p.counters + kTicket, 1);
+    if (before == tickets - 1) p.counters[kTicket] = 0;
+    return int(gridDim.x) + before;
+  };
   Ring<kSlots> slot, oldest;  // oldest: the first item that the producers are not known to be nearly through
   int waiting = 0, tiles_ahead = 0;    // items from there on, and their tiles
   bool small = false;                  // the last item was
   int heads_left = 0, drawn_next = 0;  // of the ticket; the one behind it
-  bool drawn = false;
+  bool drawn = false, first = true;
   while (true) {
     ptx::mbarrier_wait(ptx::shared_address(&control.slot_empty[slot.at]), slot.parity() ^ 1);
     Work& w = control.slots[slot.at];
@@ -152,12 +126,12 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
       return;
     }
     const bool early = small && !queued && heads_left == 0;
-    if (early && lane == 0) drawn_next = line.draw(p.counters);
+    if (early && lane == 0) drawn_next = draw();
     if (heads_left == 0) {
       drawn = early;
       const int ticket = queued ? entries[next] : next;
       int item, kv_head, heads_log2 = 0;
-      if (kBundles<Traits> && !queued) {
+      if (bundles) {
         bundled.find(p, c, ticket, item, kv_head, heads_log2);
       } else {
         item = c.num_kv_heads.divide(ticket);
@@ -166,8 +140,11 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
       if (lane == 0) {
         exact_work<Traits>(p, c, item, kv_head, w);
         w.heads_log2 = bundled_heads<Traits>(w, heads_log2);
+        // Consumers are idle before the first tile, and producers are not.
+        if (first && 1 << w.tile_log2 < kMaxQueryTile) w.query_tiles = 0;
       }
       heads_left = 1 << heads_log2;
+      first = false;
     } else if (lane == 0) {
       // The next head of a ticket whose item is not one to be bundled.
       const Work& before = control.slots[(slot.at + kSlots - 1) % kSlots];
@@ -191,7 +168,7 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
     } else if (queued) {
       ++next;
     } else {
-      if (lane == 0 && !drawn) drawn_next = line.draw(p.counters);
+      if (lane == 0 && !drawn) drawn_next = draw();
       next = __shfl_sync(~0u, drawn_next, 0);
     }
     slot.advance();
@@ -237,7 +214,7 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
       for (int j = 0; j < kBatch; ++j) {
         if (tile + j >= tiles) break;
         bool fault = false;
-        uint32_t row[kHalves], page[kHalves];
+        uint32_t row[kHalves];
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
           int64_t x = found[j][half];
@@ -248,7 +225,7 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
           const uint32_t in_page = uint32_t(key - c.page_size.divide(key) * c.page_size.divisor);
           const bool inside = x < last || (x == last && int(in_page) < p.level.last_page_size);
           fault |= x >= 0 && !inside;
-          row[half] = page[half] = uint32_t(x);
+          row[half] = uint32_t(x);
           if (c.one_offset) row[half] = uint32_t(x) * page_step + in_page * token_step;
           if (x < 0 || !inside) row[half] = kNoRow;
         }
@@ -257,22 +234,8 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
           atomicOr(p.counters + kFaults, kFaultPages);
         }
         ptx::mbarrier_wait(ptx::shared_address(&control.rows_empty[ring.at]), ring.parity() ^ 1);
-#if FI_TMA
-        bool exists = true;
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) exists = exists && row[half] != kNoRow;
-        const int first_key = kv_begin + (tile + j >> heads_log2) * kKvTile;
-        if (c.box_keys > 0 && first_key % c.box_keys == 0 && __all_sync(~0u, exists)) {
-#pragma unroll
-          for (int half = 0; half < kHalves; ++half) {
-            const int at = half * 32 + lane;
-            if (at % c.box_keys == 0) rows[ring.at * kKvTile + at / c.box_keys] = page[half];
-          }
-          if (lane == 31) rows[ring.at * kKvTile + kKvTile - 1] = kWholeTile;
-        } else
-#endif
-#pragma unroll
-          for (int half = 0; half < kHalves; ++half) rows[ring.at * kKvTile + half * 32 + lane] = row[half];
+        for (int half = 0; half < kHalves; ++half) rows[ring.at * kKvTile + half * 32 + lane] = row[half];
         ptx::mbarrier_arrive_warp(ptx::shared_address(&control.rows_full[ring.at]), lane);
         ring.advance();
       }
@@ -336,45 +299,20 @@ struct Loader {
     }
   }
 
-#if FI_TMA
-  // A tile whose keys all exist, box by box: every lane of one warp starts the copies of some. `page` is that
-  // of box lane % boxes.
-  __device__ __forceinline__ void copy_boxes(uint32_t page, int first, int kv_head, uint32_t tile,
-                                             uint32_t barrier) const {
-    constexpr int kKColumns = (Traits::kKChunks + 7) / 8, kVColumns = (Traits::kVChunks + 7) / 8;
-    constexpr int kElements = kRowBytes / int(sizeof(typename Traits::TKV));
-    if (warp > 0 || lane > 0)
-      ptx::mbarrier_arrive(barrier);
-    else
-      ptx::mbarrier_arrive_expect(barrier, Traits::kStageBytes);
-    if (warp > 0) return;
-    // What the stage held before came through the generic proxy, or was read through it.
-    ptx::fence_async_shared();
-    __syncwarp();
-    const int boxes = kKvTile / c.box_keys, token = first - c.page_size.divide(first) * c.page_size.divisor;
-    for (int i = lane; i < boxes * (kKColumns + kVColumns); i += 32) {
-      const int box = i % boxes, column = i / boxes;
-      const bool keys = column < kKColumns;
-      const int at = keys ? column : column - kKColumns;
-      const uint32_t to = tile + (keys ? 0 : Traits::kKBytes) + (at * kKvTile + box * c.box_keys) * kRowBytes;
-      const bool heads_first = keys ? c.k_heads_first : c.v_heads_first;
-      ptx::copy_box(to, keys ? &c.k_map : &c.v_map, barrier, at * kElements, heads_first ? kv_head : token,
-                    heads_first ? token : kv_head, int(page));
-    }
-  }
-#endif
-
-  // Starts the copies of a tile of 128 packed query rows; those that do not exist become zeros.
+  // Starts the copies of a tile of packed query rows; those that do not exist become zeros.
   __device__ __forceinline__ void copy_queries(const Work& w, uint32_t tile) const {
-    constexpr int kChunks = Traits::kHeadDim / 8, kMine = kMaxQueryTile / kProducerWarps;
+    constexpr int kChunks = Traits::kHeadDim / 8;
+    const int rows = query_tile_rows(w), mine = rows / kProducerWarps;
     const char* from =
         static_cast<const char*>(p.q) + 2 * int64_t(w.token_begin) * p.q_stride_token + lane % 8 * 16;
-#pragma unroll 4
-    for (int i = 0; i < kMine / 4; ++i) {
-      const int row = warp * kMine + i * 4 + lane / 8, packed = w.q_begin + row;
+#pragma unroll 2
+    for (int i = 0; i < mine / 4; ++i) {
+      const int row = warp * mine + i * 4 + lane / 8;
+      const int place = kBundles<Traits> && w.heads_log2 > 0 ? row / 16 : 0;
+      const int packed = w.q_begin + row - place * 16;
       int token = c.group.divide(packed);
-      const int head = w.kv_head * p.group + packed - token * p.group;
-      bool exists = row < w.q_rows;
+      const int head = (w.kv_head + place) * p.group + packed - token * p.group;
+      bool exists = row - place * 16 < w.q_rows;
       if (kComposes<Traits> && w.tokens >= 0 && exists) {
         token = node_token(p, w, token);
         exists = token >= 0;
@@ -385,7 +323,7 @@ struct Loader {
 #pragma unroll
       for (int s = 0; s < (kChunks + 7) / 8; ++s)
         if ((s + 1) * 8 <= kChunks || s * 8 + lane % 8 < kChunks)
-          ptx::cp_async_16(to + s * kMaxQueryTile * kRowBytes, q + s * kRowBytes, exists ? 16 : 0);
+          ptx::cp_async_16(to + s * rows * kRowBytes, q + s * kRowBytes, exists ? 16 : 0);
     }
   }
 
@@ -397,6 +335,21 @@ struct Loader {
         ptx::cp_async_16(to + s * kKvTile * kRowBytes, from + s * kRowBytes, bytes);
   }
 };
+
+// Waits until the next stage is free, and for tiles of few rows until no more than kNarrowStages will be
+// taken.
+template <class Traits>
+__device__ __forceinline__ void wait_for_stage(Control& control, const Work& w,
+                                               const Ring<Traits::kStages>& stage) {
+  constexpr int kNarrow = Traits::kNarrowStages;
+  if (kNarrow < Traits::kStages && 1 << w.tile_log2 < kMaxQueryTile) {
+    const bool wraps = stage.at < kNarrow;
+    const int before = stage.at - kNarrow + (wraps ? Traits::kStages : 0);
+    if (stage.lap > 0 || !wraps)
+      ptx::mbarrier_wait(ptx::shared_address(&control.empty[before]), (stage.lap - wraps) & 1);
+  }
+  ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
+}
 
 template <class Traits>
 __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchConstants& c, Control& control,
@@ -417,7 +370,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
     const bool draws = warp == 0 && lane == 0;
     if (draws && tiles <= kDrawAhead) ptx::mbarrier_arrive(ptx::shared_address(&control.draw[slot.at]));
     if (kRingQueries<Traits> && w.query_tiles) {
-      ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
+      wait_for_stage<Traits>(control, w, stage);
       loader.copy_queries(w, stages + stage.at * Traits::kStageBytes);
       ptx::mbarrier_arrive_after_copies(full_barrier(control, stage));
       stage.advance();
@@ -428,30 +381,17 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
       ptx::mbarrier_wait(ptx::shared_address(&control.rows_full[ring.at]), ring.parity());
       uint32_t found[Loader<Traits>::kSteps];
       loader.read(rows + ring.at * kKvTile, found);
-#if FI_TMA
-      const bool whole = c.box_keys > 0 && rows[ring.at * kKvTile + kKvTile - 1] == kWholeTile;
-      const uint32_t page = whole ? rows[ring.at * kKvTile + lane % (kKvTile / c.box_keys)] : 0;
-#endif
       ptx::mbarrier_arrive_warp(ptx::shared_address(&control.rows_empty[ring.at]), lane);
       ring.advance();
-      ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
+      wait_for_stage<Traits>(control, w, stage);
       const uint32_t k_tile = stages + stage.at * Traits::kStageBytes;
-#if FI_TMA
-      if (whole)
-        loader.copy_boxes(page, kv_begin + (i >> heads_log2) * kKvTile,
-                          w.kv_head + (i & (1 << heads_log2) - 1), k_tile, full_barrier(control, stage));
-      else
-#endif
-          if (c.one_offset)
+      if (c.one_offset)
         loader.template copy<true>(found, kv_begin + (i >> heads_log2) * kKvTile, k_tile,
                                    k_tile + Traits::kKBytes);
       else
         loader.template copy<false>(found, kv_begin + (i >> heads_log2) * kKvTile, k_tile,
                                     k_tile + Traits::kKBytes);
-#if FI_TMA
-      if (!whole)
-#endif
-        ptx::mbarrier_arrive_after_copies(full_barrier(control, stage));
+      ptx::mbarrier_arrive_after_copies(full_barrier(control, stage));
       stage.advance();
       if (draws && tiles - i - 1 == kDrawAhead)
         ptx::mbarrier_arrive(ptx::shared_address(&control.draw[slot.at]));

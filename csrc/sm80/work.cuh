@@ -81,29 +81,23 @@ __device__ __forceinline__ uint32_t full_barrier(Control& control, const Ring<kS
 template <class Traits>
 inline constexpr bool kBundles = FI_BUNDLES && !Traits::kInvariant && Traits::kColumnWarps == 1;
 
-// Flat units of so few parts are folded as those of composed requests are, to the same bits wherever it
-// happens.
-inline constexpr int kFewParts = 8;
-template <class Traits>
-inline constexpr bool kFoldsFew = FI_FOLD_LAST && !Traits::kInvariant && Traits::kColumnWarps == 1;
-
-template <class Traits>
-__device__ __forceinline__ bool has_few_parts(const Work& w) {
-  return kFoldsFew<Traits> && w.unit >= 0 && w.tokens < 0 && !w.levels &&
-         w.parts_end - w.parts_begin <= kFewParts;
-}
-
 // Tiles that an item takes of the ring, beside its queries.
 template <class Traits>
 __device__ __forceinline__ int ring_tiles(const Work& w) {
   return kBundles<Traits> ? w.tiles << w.heads_log2 : w.tiles;
 }
 
-// A tile of queries fits a stage.
+// Queries come through the ring, as one more tile in front of the item's keys, where they fit a stage. Those
+// that fp8 keys multiply as they are have their columns permuted, which copies of 16 bytes do not.
 template <class Traits>
 inline constexpr bool kRingQueries =
-    FI_RING_QUERIES && Traits::kWgmma && Traits::kQInRegisters && !Traits::kWidens &&
+    FI_RING_QUERIES && Traits::kQInRegisters && !Traits::kInvariant && !Traits::kFp8 &&
     !Variant::kTransformsQuery && tile_bytes(kMaxQueryTile, Traits::kHeadDim * 2) <= Traits::kStageBytes;
+
+// Rows of that tile: sixteen for each head of a bundle.
+__device__ __forceinline__ int query_tile_rows(const Work& w) {
+  return max(1 << w.tile_log2, 16) << w.heads_log2;
+}
 
 template <class Traits>
 inline constexpr bool kComposes = kSharesPrefixes && !Traits::kInvariant;
@@ -128,17 +122,19 @@ __device__ __forceinline__ QueryTokens query_tokens(const AttentionParams& p, in
 }
 
 // Whether the row of a request in the page table holds `kv_len` keys. No condition waits for another one, or
-// a read would wait for the reads before it.
-__device__ __forceinline__ bool holds(const LevelParams& level, int64_t row_begin, int64_t row_end,
-                                      int kv_len) {
-  const int64_t pages = (row_end - row_begin + level.index_step - 1) / level.index_step;
+// a read would wait for the reads before it. Divides by nothing that takes a loop: the first item waits for
+// it.
+__device__ __forceinline__ bool holds(const LevelParams& level, const LaunchConstants& c, int64_t row_begin,
+                                      int64_t row_end, int kv_len) {
+  const int64_t last_page = c.page_size.divide(max(kv_len, 1) - 1);
   return bool(int(kv_len >= 0) & int(row_begin >= 0) & int(row_end >= row_begin) &
-              int(row_end <= level.num_indices) & int(kv_len <= pages * level.page_size));
+              int(row_end <= level.num_indices) &
+              int(kv_len == 0 || last_page * level.index_step < row_end - row_begin));
 }
 
 template <class Traits>
 __device__ __forceinline__ int brings_queries(const Work& w) {
-  return kRingQueries<Traits> && 1 << w.tile_log2 == kMaxQueryTile && w.tiles > 0;
+  return kRingQueries<Traits> && w.tiles > 0;
 }
 
 // An item of a prefix node. Its range is exact: the keys lie before every row, so that rows are given
@@ -155,7 +151,7 @@ __device__ __forceinline__ void node_work(const AttentionParams& p, const Launch
   w.num_items = w.parts_begin = w.parts_end = 0;
   w.row_begin = level.row_begin[node.request];
   const int kv_len = level.kv_lens[node.request];
-  const bool held = holds(level, w.row_begin, level.row_end[node.request], kv_len);
+  const bool held = holds(level, c, w.row_begin, level.row_end[node.request], kv_len);
   const bool legal = bool(int(held) & int(kv_len >= item.kv_end));
   w.faults = legal ? 0 : kFaultLengths;
   w.q_begin = item.q_begin;
@@ -210,7 +206,7 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
       moved = unit.token >= 0 && unit.token != tokens.begin;
     }
   }
-  const bool held = holds(level, row_begin, row_end, kv_len);
+  const bool held = holds(level, c, row_begin, row_end, kv_len);
   // The nodes of a composed request have read keys [0, kv_begin), which all of its rows must see.
   if (kComposes<Traits> && (item.flags & kSuffix))
     moved = moved || kv_len < item.kv_begin || kv_len - item.kv_begin < q_len;
@@ -262,10 +258,11 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
 // ticket for 2^k neighbouring KV heads, where the next number says nothing else.
 // By a whole warp: lane k knows where those of 2^k heads begin.
 struct Tickets {
-  int from, begin, count;
+  int from = 0, begin = 0;
 
-  __device__ __forceinline__ Tickets(const AttentionParams& p, const PlanHeader& header)
-      : from(0), begin(threadIdx.x % 32 == 0 ? 0 : INT32_MAX) {
+  // Reads where they begin; returns how many there are.
+  __device__ __forceinline__ int count(const AttentionParams& p, const PlanHeader& header) {
+    begin = threadIdx.x % 32 == 0 ? 0 : INT32_MAX;
     int first = 0, tickets = 0;
 #pragma unroll
     for (int k = 1; k <= kBundleSizes; ++k) {
@@ -277,7 +274,7 @@ struct Tickets {
       first = next;
       if (threadIdx.x % 32 == k) from = first, begin = tickets;
     }
-    count = tickets + ((header.num_items - first) * p.num_kv_heads >> kBundleSizes);
+    return tickets + ((header.num_items - first) * p.num_kv_heads >> kBundleSizes);
   }
 
   // Its item, first KV head and number of heads (logarithm).
@@ -296,7 +293,7 @@ struct Tickets {
 template <class Traits>
 __device__ __forceinline__ int bundled_heads(const Work& w, int heads_log2) {
   if constexpr (!kBundles<Traits>) return 0;
-  const bool fits = w.tile_log2 <= 4 && w.tokens < 0 && (w.unit < 0 || w.levels || has_few_parts<Traits>(w));
+  const bool fits = w.tile_log2 <= 4 && w.tokens < 0 && (w.unit < 0 || w.levels);
   return fits ? heads_log2 : 0;
 }
 

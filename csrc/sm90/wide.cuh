@@ -10,20 +10,6 @@ namespace fi::sm90 {
 
 using sm80::kRowBytes;
 
-// Products are started by turns, by warpgroup 0 first and as often by the other.
-template <class Traits>
-struct Turns {
-  // Named barriers: of warpgroup 0, and of warpgroup 1.
-  static constexpr int kFirst = Traits::kReadsQueries ? 14 : 12;
-  __device__ __forceinline__ static int mine() { return kFirst + int(threadIdx.x / 128); }
-  __device__ __forceinline__ static int other() { return kFirst + 1 - int(threadIdx.x / 128); }
-};
-
-template <class Traits>
-__device__ __forceinline__ void give_first_turn() {
-  if (FI_TURNS && threadIdx.x / 128 == 1) ptx::named_barrier_arrive(Turns<Traits>::other(), sm80::kConsumers);
-}
-
 template <class Traits>
 struct Wide {
   using T = typename Traits::T;
@@ -109,15 +95,6 @@ struct Wide {
       for (int e = 0; e < 4; ++e) x.out[n][e] *= shrink[e / 2];
   }
 
-  // Products are started between wait_turn() and end_turn(). A turn that ends an item is the first of the
-  // next one.
-  __device__ __forceinline__ static void wait_turn() {
-    if constexpr (FI_TURNS) ptx::named_barrier(Turns<Traits>::mine(), sm80::kConsumers);
-  }
-  __device__ __forceinline__ static void end_turn() {
-    if constexpr (FI_TURNS) ptx::named_barrier_arrive(Turns<Traits>::other(), sm80::kConsumers);
-  }
-
   // Keeps the assembler from moving the wait that follows up, in front of the arithmetic that yields `sum`,
   // beside which the products are to run: the two meet in no register, but nothing passes a branch. It is
   // never taken.
@@ -138,10 +115,8 @@ struct Wide {
     Step step{ring, kStep - tiles % kStep};
     int key = x.w.kv_begin;
     step.wait(control);
-    wait_turn();
     ptx::wgmma_fence();
     start_logits(s, x, step, stages);
-    end_turn();
     ptx::wgmma_wait<0>();
     ptx::settle(s);
     x.transform(key, scale, s);
@@ -153,11 +128,9 @@ struct Wide {
       key += step.count * kKvTile;
       const Step next{step.behind(), kStep};
       next.wait(control);
-      wait_turn();
       ptx::wgmma_fence();
       start_logits(s, x, next, stages);
       start_values(x, weights, step, stages);
-      end_turn();
       ptx::wgmma_wait<1>();
       ptx::settle(s);
       x.transform(key, scale, s);
@@ -171,10 +144,8 @@ struct Wide {
       pack(s, weights);
       step = next;
     }
-    wait_turn();
     ptx::wgmma_fence();
     start_values(x, weights, step, stages);
-    end_turn();
     ptx::wgmma_wait<0>();
     ptx::settle(x.out);
     step.release(control, x.lane);

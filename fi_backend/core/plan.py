@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 FIRST_CHUNK = 1
 LAST_CHUNK = 2
 PREFIX = 4
@@ -72,10 +72,9 @@ HEADER = np.dtype(
             "bundled_by_2",
             "bundled_by_4",
             "bundled_by_8",
-            "back_ctas",
         )
     ]
-    + [("reserved", "<i4", 10)]
+    + [("reserved", "<i4", 11)]
 )
 _NUM_NODES = HEADER.fields["num_nodes"][1] if HEADER.fields else 0
 

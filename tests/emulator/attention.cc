@@ -35,7 +35,7 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_ind
                                      scale, k_scale, v_scale, causal, window_left, soft_cap, alibi, sinks,
                                      mask, mask_begin, mask_kv_len, mask_heads, 1, out, lse);
   FI_READ_VARIANT(p, q.device());
-  const sm80::LaunchConstants c = sm80::launch_constants(p, sizeof(FI_KV_DTYPE), Instance::kKvTile);
+  const sm80::LaunchConstants c = sm80::launch_constants(p, sizeof(FI_KV_DTYPE));
   // As many blocks as the plan has queues, else a few that draw tickets.
   const auto* header = reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header);
   grid_blocks = header->num_queues > 0 ? header->num_queues : 3;

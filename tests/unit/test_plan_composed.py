@@ -54,7 +54,7 @@ def test_no_composed_plan_exceeds_the_capacities(shared: SharedCase) -> None:
     assert header["num_reports"] <= reports
     assert len(plan.kv_len_bounds) <= requests
     assert sum(map(len, plan.queues)) <= entries
-    assert counters == 4 + units * shared.step.heads
+    assert counters == 2 + units * shared.step.heads
     levels: Counter[int] = Counter(plan.node_tokens.tolist())
     assert max(levels.values(), default=0) <= shared.sharing.max_levels
     assert len(levels) <= shared.sharing.max_tokens

@@ -70,7 +70,7 @@ def test_no_plan_within_the_limits_exceeds_the_capacities(case: PlanCase) -> Non
     assert len(plan.parts) <= parts
     assert header["num_partial_rows"] <= rows
     assert len(plan.kv_len_bounds) <= requests
-    assert counters == 4 + units * case.heads
+    assert counters == 2 + units * case.heads
     assert len(plan.queues) == queues == (case.num_ctas if case.planned_queues else 0)
     assert sum(map(len, plan.queues)) <= entries
 

@@ -24,6 +24,18 @@ inline void load_matrices(uint32_t (&r)[4], uint32_t address, bool transposed) {
   const Meeting& m = machine().meet(transposed ? "ldmatrix.trans" : "ldmatrix", {{address}, {}}, act);
   std::memcpy(r, m.words[machine().lane], 16);
 }
+inline void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+  using namespace emulator;
+  machine().at(address, 16);
+  const auto act = [&](Meeting& m) {
+    for (int i = 0; i < 4; ++i)
+      for (int lane = 0; lane < kWarpSize; ++lane) {
+        const uint32_t at = m.posted[8 * i + lane / 4].words[0];
+        std::memcpy(static_cast<char*>(machine().at(at, 16)) + lane % 4 * 4, &m.posted[lane].words[1 + i], 4);
+      }
+  };
+  machine().meet("stmatrix", {{address, r[0], r[1], r[2], r[3]}, {}}, act);
+}
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { load_matrices(r, address, false); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) { load_matrices(r, address, true); }
 

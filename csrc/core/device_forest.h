@@ -96,31 +96,29 @@ class ForestFinder {
     // Everything that is done in every round stands here once: code costs the time of fetching it.
     FI_ROLL
     for (;; again = true) {
-      groups_.put(
-          [&] {
-            if (again) return;
-            longest = groups_.posted_longest();
-            if (early) samples.load(longest);
-          },
-          [&] {
-            if (!again && early) samples.insert();
-          });
-      FI_PHASE(block_, "group");
+      // Compares before it groups, before it asks what was found, or when something was.
+      const int compare_at = again || (beside_ && !early) ? -1 : !early ? 3 : samples.first_pages() ? 0 : 2;
       Groups found{};
       FI_ROLL
-      for (int step = 0; step < 2; ++step) {
-        if ((step == 1) == (early && !again)) {
-          found = groups_.look();
-          FI_PHASE(block_, "look");
-        } else if (!again && (early || !beside_ && found.some)) {
-          if (!early) {
-            samples.load(longest);
-            samples.insert();
-            block_.sync();
+      for (int step = 0; step < 4; ++step) {
+        if (step == compare_at && (early || found.some)) {
+          if (step == 0) {
+            groups_.meet();
+            longest = groups_.posted_longest();
           }
+          samples.load(longest);
+          samples.insert();
+          block_.sync();
           compare_first(samples);
           if (!early) block_.sync();
           FI_PHASE(block_, "compare rows, send");
+        } else if (step == 1) {
+          groups_.put();
+          if (compare_at > 1) longest = groups_.posted_longest();
+          FI_PHASE(block_, "group");
+        } else if (step == (compare_at == 2 ? 3 : 2)) {
+          found = groups_.look();
+          FI_PHASE(block_, "look");
         }
       }
       if (!again && !found.some) {

@@ -38,8 +38,9 @@ class RequestGroups {
   // chance.
   FI_DEVICE int32_t slots() const { return 2 * width_; }
 
-  // Before a put() that meets; then the greatest of all.
+  // The greatest of all: posted before a meet() or put(), read right behind it.
   FI_DEVICE void post_longest(int32_t pages) { scan_.post(2, block_.warp_max(uint32_t(pages))); }
+  FI_DEVICE void meet() { scan_.meet(); }
   FI_DEVICE int32_t posted_longest() { return int32_t(block_.warp_max(uint32_t(scan_.posted(2)))); }
 
   // Between two calls of put().
@@ -48,11 +49,9 @@ class RequestGroups {
     clear_tables();
   }
 
-  // Puts requests into tables; begins and ends with a barrier. before, behind: called between them.
-  template <class Before, class Behind>
-  FI_DEVICE void put(Before before, Behind behind) {
+  // Puts requests into tables; begins and ends with a barrier.
+  FI_DEVICE void put() {
     scan_.meet();
-    before();
     // A half of the threads to each table, where that is enough.
     FI_ROLL
     for (int32_t base = 0; base < 2 * width_; base += kThreads) {
@@ -69,7 +68,6 @@ class RequestGroups {
                          m_.leader[other] == m_.leader[r];
                 });
     }
-    behind();
     block_.sync();
   }
 

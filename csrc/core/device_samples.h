@@ -2,7 +2,7 @@
 // A guess of every request's leader from a few columns of the page table; by one block. Where caches of
 // prefixes fill the table, equal pages at one depth mean equal pages before it. Then the smallest request
 // with the same page in the deepest of the columns where there is one is the leader, unless rows part
-// between two columns.
+// between two columns. Where there is room for a table of first pages, they need no groups (device_groups.h).
 #pragma once
 #include "collectives.h"
 #include "page_rows.h"
@@ -67,15 +67,20 @@ class LeaderSamples {
         log2_(count_bits(uint32_t(slots / 2 - 1))),
         requests_(requests),
         thread_(block.thread()) {
-    columns_ = kForestSlots / slots - 1;
-    if (columns_ > kMost) columns_ = kMost;
+    const int32_t tables = kForestSlots / slots - 1;
+    // Of many requests those behind the first pages alone.
+    first_ = tables > kMost;
+    columns_ = first_ ? kMost + 1 : tables;
   }
+
+  // Whether the first pages are a column too: then candidate() asks for no groups.
+  FI_DEVICE bool first_pages() const { return first_; }
 
   // Asks for the pages, which insert() waits for: they come without registers, so that the loop stays one.
   // longest: pages of a row.
   FI_DEVICE void load(int32_t longest) {
     // Known divisors.
-    unit_ = columns_ == kMost ? longest / (2 * kMost) : columns_ == 3 ? longest / 6 : longest / 2;
+    unit_ = first_ ? longest / (2 * kMost) : columns_ == 3 ? longest / 6 : longest / 2;
     if (unit_ < 1) unit_ = 1;
     FI_ROLL
     for (int32_t task = thread_; task < columns_ * width_; task += kThreads)
@@ -92,18 +97,18 @@ class LeaderSamples {
   }
 
   // Behind a barrier: the least of what lanes 0 .. 7 get says which leader a request is to be compared with:
-  // that of the deepest column, or the smallest of its group; kNobody where it is that itself.
+  // that of the deepest column, or the smallest of its group; kNobody where there is none before it.
   FI_DEVICE int32_t candidate(int32_t r, int lane) const {
-    static_assert(kMost < 8);
+    static_assert(kMost + 1 < 8);
     if (r >= requests_ || m_.state[r] != kActive) return kNobody;
-    const int32_t smallest = m_.table[m_.slot[r]];
-    if (smallest == r) return kNobody;
+    const int32_t smallest = first_ ? r : m_.table[m_.slot[r]];
+    if (!first_ && smallest == r) return kNobody;
     if (lane < columns_) {
       const int32_t slot = p_.slot[lane * width_ + r];
       const int32_t least = slot < 0 ? r : m_.table[slot] & (kForestRequests - 1);
-      if (least < r) return (kMost - lane) * kForestRequests + least;
+      if (least < r) return (columns_ - 1 - lane) * kForestRequests + least;
     }
-    return (kMost + 1) * kForestRequests + smallest;
+    return first_ ? kNobody : (kMost + 1) * kForestRequests + smallest;
   }
   static FI_DEVICE int32_t leader(int32_t least) {
     return least < kNobody ? least & (kForestRequests - 1) : -1;
@@ -113,7 +118,10 @@ class LeaderSamples {
   // A task is a request in a column; the tasks of a warp are in one.
   FI_DEVICE int32_t request(int32_t task) const { return task & (width_ - 1); }
   FI_DEVICE int32_t column(int32_t task) const { return task >> log2_; }
-  FI_DEVICE int32_t depth(int32_t task) const { return unit_ * (2 * column(task) + 1); }
+  FI_DEVICE int32_t depth(int32_t task) const {
+    const int32_t deep = column(task) - first_;
+    return deep < 0 ? 0 : unit_ * (2 * deep + 1);
+  }
 
   FI_DEVICE bool is_in_row(int32_t task) const {
     return task < columns_ * width_ && request(task) < requests_ && depth(task) < m_.pages[request(task)];
@@ -164,6 +172,7 @@ class LeaderSamples {
   ForestPairs& p_;
   const PageRows& rows_;
   const int32_t slots_, width_, log2_, requests_;
+  bool first_;
   int32_t columns_, unit_ = 1;
   const int thread_;
 };

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -24,6 +25,11 @@ _DISTRIBUTIONS = (
 )
 
 
+def without_folders(text: str) -> str:
+    """Return `text` with the names of files alone for absolute paths, which say nothing on another machine."""
+    return re.sub(r"(?<![\w./:])/(?:[^/\s'\"]+/)+(?=[^/\s'\"])", "", text)
+
+
 def provenance(host: str) -> dict[str, Any]:
     """Return date, host, versions and command line of this process.
 
@@ -35,7 +41,7 @@ def provenance(host: str) -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    command = without_folders(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {"date": date, "host": host, "versions": versions, "command": command}
 

@@ -14,6 +14,7 @@ from fi_backend.benchmarks.cuda.ours import prepare_ours
 from fi_backend.benchmarks.cuda.row import OURS, Contender, CudaTiming, make_row
 from fi_backend.benchmarks.cuda.ways import enter_way
 from fi_backend.benchmarks.peers import Peer, Problem, Run
+from fi_backend.benchmarks.record import without_folders
 from fi_backend.errors import UnsupportedError
 
 METHOD = (
@@ -53,7 +54,7 @@ def time_case(
         except UnsupportedError as reason:
             not_measured[name] = str(reason)
         except Exception as error:  # noqa: BLE001 - one implementation's failure is a gap in the row
-            not_measured[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            not_measured[name] = f"{type(error).__name__}: {without_folders(' '.join(str(error).split()))[:300]}"
 
     sample = sample_problem(problem, layers - 1)
 

@@ -30,6 +30,14 @@ FI_DEVICE int lowest_bit(uint32_t v) {
 #endif
 }
 
+// The first task of a thread where its warp has another kind of tasks from thread() on: both halves of a
+// block then fetch code that only one of them runs.
+template <class Block>
+FI_DEVICE int other_half(const Block& block) {
+  static_assert((Block::kThreads & (Block::kThreads - 1)) == 0);
+  return block.thread() ^ Block::kThreads / 2;
+}
+
 // Associative, so that sums that saturate do not depend on their order either.
 FI_DEVICE uint32_t saturating_add(uint32_t a, uint32_t b) {
   const uint32_t sum = a + b;

@@ -117,7 +117,7 @@ class ForestNodeBuilder {
   FI_DEVICE uint32_t find_depths(int32_t count, int32_t max_depth) {
     int32_t greatest = 0;
     FI_ROLL
-    for (int32_t i = thread_; i < count; i += kThreads) {
+    for (int32_t i = other_half(block_); i < count; i += kThreads) {
       int32_t depth = 0;
       int32_t up = parent(i);
       n_.parent[i] = int16_t(up);

@@ -273,7 +273,7 @@ class LevelChooser {
     }
     block_.sync();
     FI_ROLL
-    for (int32_t i = thread_; i < count_; i += kThreads) {
+    for (int32_t i = other_half(block_); i < count_; i += kThreads) {
       const int32_t to = m_.index[i], up = n_.parent[i], parent = up < 0 ? -1 : m_.kept[up];
       if (to >= 0) l_.parent[to] = parent < 0 ? int16_t(-1) : m_.index[parent];
     }

@@ -60,7 +60,7 @@ class NodeEmitter {
   template <class Collective>
   FI_DEVICE int32_t run(Collective& all) {
     FI_ROLL
-    for (int32_t j = thread_; j < count_.nodes; j += kThreads)
+    for (int32_t j = other_half(block_); j < count_.nodes; j += kThreads)
       section<PrefixNode>(a_.layout.nodes)[j] = {l_.leader[j], l_.tokens_begin[j], l_.tokens[j], l_.end[j]};
     if (!count_.single_rows) return put_any_rows(all);
     return count_.tiles + count_.tokens;

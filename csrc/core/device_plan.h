@@ -178,8 +178,10 @@ class DevicePlanner {
     const int64_t saved = set_own_tiles(tile_begin, tiles, true);
     num_tiles_ += count_.tiles;
     int64_t added = 0;
+    // By the threads whose tiles they are later: other warps than those of the requests, which need other
+    // code.
     FI_ROLL
-    for (int32_t i = thread_; i < count_.tiles; i += kThreads) {
+    for (int32_t i = (thread_ - flat_tiles) & (kThreads - 1); i < count_.tiles; i += kThreads) {
       const int32_t j = find_owner(levels_->tile, count_.nodes, count_.tiles, i), tokens = levels_->tokens[j];
       const Tile tile = node_tile(j, levels_->begin(j), levels_->end[j], levels_->kind(j), tokens * c_.group,
                                   i - levels_->tile[j]);

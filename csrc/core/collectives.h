@@ -30,6 +30,15 @@ FI_DEVICE int lowest_bit(uint32_t v) {
 #endif
 }
 
+// The same value, of which a compiler knows nothing before: what follows from it is computed where it is used
+// instead of ahead of a loop, on the way of those who never use it.
+FI_DEVICE int32_t only_here(int32_t v) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+r"(v));
+#endif
+  return v;
+}
+
 // The first task of a thread where its warp has another kind of tasks from thread() on: both halves of a
 // block then fetch code that only one of them runs.
 template <class Block>

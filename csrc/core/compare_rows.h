@@ -36,7 +36,7 @@ FI_DEVICE int32_t least_of_lanes(Block& block, int32_t v) {
 template <int kLanes, class Block>
 FI_DEVICE bool compare_fours(Block& block, CommonPages& c, bool wide) {
   constexpr int kUnroll = 8;  // loads of a lane under way, as many again of the other row
-  const int lane = block.thread() % kLanes;
+  const int lane = only_here(block.thread() % kLanes);
   int32_t at = c.begin / 4, end = wide ? c.end / 4 : at;
   bool found = false;
   FI_ROLL
@@ -89,7 +89,7 @@ FI_DEVICE bool compare_fours(Block& block, CommonPages& c, bool wide) {
 // One page a load.
 template <int kLanes, int kUnroll, class Block>
 FI_DEVICE void compare_pages(Block& block, int32_t step, CommonPages& c) {
-  const int lane = block.thread() % kLanes;
+  const int lane = only_here(block.thread() % kLanes);
   FI_ROLL
   while (block.ballot(c.begin < c.end)) {
     int32_t a[kUnroll], b[kUnroll];

@@ -198,7 +198,10 @@ class ForestFinder {
     if (q_len >= 1 && q_len <= kMaxQueryTile && kv_len > 0 && is_composable(config, int32_t(q_len))) {
       int32_t tokens = kv_len - int32_t(q_len);
       if (limit < tokens) tokens = limit;
-      if (tokens > 0) pages = tokens / a_.page_size;
+      const uint32_t size = uint32_t(a_.page_size);
+      // Mostly a power of two: a division is longer.
+      if (tokens > 0)
+        pages = size & (size - 1) ? int32_t(uint32_t(tokens) / size) : tokens >> lowest_bit(size);
       if (!holds_pages(a_.rows, begin, end, pages)) pages = 0;
     }
     m_.pages[r] = pages;
@@ -221,7 +224,7 @@ class ForestFinder {
   template <class Visit>
   FI_DEVICE void for_compared(Visit visit) {
     const int32_t blocks = block_.ctas() - beside_, all = kThreads / kLanes * blocks;
-    const int32_t first = thread_ / kLanes * blocks + block_.cta() - beside_;
+    const int32_t first = only_here(thread_) / kLanes * blocks + block_.cta() - beside_;
     FI_ROLL
     for (int32_t base = 0; base < requests_; base += all) visit(base, base + first);
   }

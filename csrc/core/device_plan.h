@@ -175,9 +175,9 @@ class DevicePlanner {
   template <class Tiles>
   FI_DEVICE void compose(const int32_t* tile_begin, Tiles tiles, bool many_tickets, Budget& budget) {
     const int32_t flat_tiles = num_tiles_;
-    const int64_t saved = set_own_tiles(tile_begin, tiles, true);
+    // No less than 0: what is saved is a part of what this thread's tiles cost.
+    int64_t cost = flat_cost_ - set_own_tiles(tile_begin, tiles, true);
     num_tiles_ += count_.tiles;
-    int64_t added = 0;
     // By the threads whose tiles they are later: other warps than those of the requests, which need other
     // code.
     FI_ROLL
@@ -186,14 +186,12 @@ class DevicePlanner {
       const Tile tile = node_tile(j, levels_->begin(j), levels_->end[j], levels_->kind(j), tokens * c_.group,
                                   i - levels_->tile[j]);
       set_tile(tiles, flat_tiles + i, tile);
-      added += scale_cost(tile_cost(c_, tile.kind, tile.kv_end - tile.kv_begin), a_.cost_shift);
+      cost += scale_cost(tile_cost(c_, tile.kind, tile.kv_end - tile.kv_begin), a_.cost_shift);
     }
     if (count_.single_rows) node_emitter(tile_begin, tiles, flat_tiles).count_members();
-    all_.post(0, warp_sum64(block_, added));
-    all_.post(1, warp_sum64(block_, saved));
+    all_.post(0, warp_sum64(block_, cost));
     all_.meet();
-    const int64_t total =
-        flat_total_ + warp_sum64(block_, all_.posted(0)) - warp_sum64(block_, all_.posted(1));
+    const int64_t total = warp_sum64(block_, all_.posted(0));
     const Budget composed = budgets_.choose(tiles, num_tiles_, total, many_tickets);
     if (many_tickets || is_quicker(c_, composed.time, budget.time, a_.cost_shift)) {
       budget = composed;
@@ -256,6 +254,7 @@ class DevicePlanner {
         if (tile_begin[r + 1] - tile_begin[r] > 1) make(r, t, t - tile_begin[r]);
       }
     }
+    flat_cost_ = total;
     all_.post(0, warp_sum64(block_, total));
     all_.meet();
     return warp_sum64(block_, all_.posted(0));
@@ -508,7 +507,7 @@ class DevicePlanner {
   BudgetChooser<Block, kShares> budgets_;
   const int thread_, warp_, lane_;
   int32_t num_tiles_ = 0, longest_ = 0;
-  int64_t flat_total_ = 0;
+  int64_t flat_total_ = 0, flat_cost_ = 0;  // of all tiles without nodes, and of those that this thread made
   uint32_t found_ = 0;
   bool made_ = false;  // the requests' tiles lie in shared memory
   LevelCounts count_{};

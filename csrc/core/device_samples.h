@@ -67,7 +67,7 @@ class LeaderSamples {
         log2_(count_bits(uint32_t(slots / 2 - 1))),
         requests_(requests),
         thread_(block.thread()) {
-    const int32_t tables = kForestSlots / slots - 1;
+    const int32_t tables = (kForestSlots / 2 >> log2_) - 1;
     // Of many requests those behind the first pages alone.
     first_ = tables > kMost;
     columns_ = first_ ? kMost + 1 : tables;

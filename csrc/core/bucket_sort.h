@@ -57,16 +57,23 @@ class BucketSort {
     if (first_round) m_.rank[warp_][k.bucket] = keys;
   }
 
-  // After the last count(); called by all threads. meet: a barrier; beside(1) is called by the warps from 1
-  // on.
-  template <class Meet, class Beside>
-  FI_DEVICE void end_counting(Meet meet, Beside beside) {
-    meet();
-    if (warp_ == 0)
-      scan_positions();
-    else
-      beside(1);
-    block_.sync();
+  // When all keys are counted, by one warp, neighbouring buckets a lane. Has a barrier before and behind it.
+  FI_DEVICE void scan_positions() {
+    constexpr int kOfLane = kBuckets / kWarp;
+    uint32_t count[kOfLane], before[1] = {0};
+    FI_UNROLL
+    for (int i = 0; i < kOfLane; ++i) {
+      count[i] = m_.position[lane_ * kOfLane + i];
+      before[0] += count[i];
+    }
+    const uint32_t own = before[0];
+    add_lanes_before(block_, before);
+    uint32_t at = before[0] - own;
+    FI_UNROLL
+    for (int i = 0; i < kOfLane; ++i) {
+      m_.position[lane_ * kOfLane + i] = at;
+      at += count[i];
+    }
   }
 
   // Where the key goes.
@@ -93,25 +100,6 @@ class BucketSort {
  private:
   FI_DEVICE uint32_t lower_lanes() const { return (1u << lane_) - 1; }
   FI_DEVICE bool leads(const Key& k) const { return k.valid && (k.peers & lower_lanes()) == 0; }
-
-  // By one warp, neighbouring buckets a lane.
-  FI_DEVICE void scan_positions() {
-    constexpr int kOfLane = kBuckets / kWarp;
-    uint32_t count[kOfLane], before[1] = {0};
-    FI_UNROLL
-    for (int i = 0; i < kOfLane; ++i) {
-      count[i] = m_.position[lane_ * kOfLane + i];
-      before[0] += count[i];
-    }
-    const uint32_t own = before[0];
-    add_lanes_before(block_, before);
-    uint32_t at = before[0] - own;
-    FI_UNROLL
-    for (int i = 0; i < kOfLane; ++i) {
-      m_.position[lane_ * kOfLane + i] = at;
-      at += count[i];
-    }
-  }
 
   Block& block_;
   Memory& m_;

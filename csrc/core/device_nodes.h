@@ -37,16 +37,16 @@ class NodeEmitter {
 
   // With single rows, a phase before put_single_rows(): how many members each node has among 32 requests.
   FI_DEVICE void count_members() {
-    for_tasks(0, kWarps, [&](int32_t group, int32_t node, uint32_t peers) {
+    for_tasks(warp_, kWarps, kMaxInt32, [&](int32_t group, int32_t node, uint32_t peers) {
       if (node >= 0 && (peers & lanes_before()) == 0)
         l_.counts[group * count_.nodes + node] = int16_t(count_bits(peers));
     });
   }
 
   // Of all nodes of a level at once, 32 requests a warp: a member's place is how many members come before it.
-  // By some warps; needs no barrier behind it.
-  FI_DEVICE void put_single_rows(int first_warp, int warps) {
-    for_tasks(first_warp, warps, [&](int32_t group, int32_t node, uint32_t peers) {
+  // Every step-th task from `task` on, before `end`; needs no barrier behind it.
+  FI_DEVICE void put_single_rows(int task, int step, int32_t end) {
+    for_tasks(task, step, end, [&](int32_t group, int32_t node, uint32_t peers) {
       if (node < 0) return;
       int32_t before = count_bits(peers & lanes_before());
       for (int32_t g = 0; g < group; ++g) before += l_.counts[g * count_.nodes + node];
@@ -148,13 +148,13 @@ class NodeEmitter {
   // A task is a level and 32 requests: visit(group of requests, the node of this lane's request or -1, lanes
   // with the same node).
   template <class Visit>
-  FI_DEVICE void for_tasks(int first_warp, int warps, Visit visit) {
+  FI_DEVICE void for_tasks(int first, int step, int32_t end, Visit visit) {
     const int32_t groups = (requests_ + kWarp - 1) / kWarp;
     const int log2 = bit_width(uint32_t(groups - 1));
     const int64_t most = a_.config.sharing.max_levels;
     const int32_t levels = most < kForestDepth ? int32_t(most) : kForestDepth;
     FI_ROLL
-    for (int32_t task = warp_ - first_warp; task < levels << log2; task += warps) {
+    for (int32_t task = first; task < (levels << log2) && task < end; task += step) {
       const int32_t group = task & ((1 << log2) - 1), r = group * kWarp + lane_;
       const int32_t node = r < requests_ ? l_.path[task >> log2][r] : -1;
       const uint32_t peers = find_peers(node);

@@ -152,10 +152,10 @@ class DevicePlanner {
       if (count_.nodes > 0) reports = emit_nodes(tile_begin, tiles, flat_tiles);
     if (thread_ == kThreads - 1)
       write_header(budgets_.chunk(0), use, a_.qo_indptr[a_.num_requests] - a_.qo_indptr[0], reports);
-    emit_items(tiles, int32_t(use[0]), sort_shift(c_, greatest), [&](int first_warp, int warps) {
+    emit_items(tiles, int32_t(use[0]), sort_shift(c_, greatest), [&](int task, int step, int32_t end) {
       if constexpr (kShares)
         if (count_.nodes > 0 && count_.single_rows)
-          node_emitter(tile_begin, tiles, flat_tiles).put_single_rows(first_warp, warps);
+          node_emitter(tile_begin, tiles, flat_tiles).put_single_rows(task, step, end);
     });
   }
 
@@ -408,28 +408,41 @@ class DevicePlanner {
                      chunk_rows);
   }
 
-  // A round of kThreads items after the other; warps without an item skip what whole warps do. beside(first,
-  // warps): called by so many warps from the given one on while another one places buckets.
+  // A round of kThreads items after the other; warps without an item skip what whole warps do. beside(task,
+  // step, end): called by whole warps, does every step-th of some tasks from one on, before `end`.
   template <class Tiles, class Beside>
   FI_DEVICE void emit_items(Tiles tiles, int32_t num_items, int shift, Beside beside) {
+    // Warps without an item begin with the tasks; when items are counted and one warp places buckets and the
+    // last one divides, the others do the rest.
+    constexpr int kLast = kWarps > 2 ? kWarps - 1 : kWarps;
+    const int busy = num_items < kThreads ? (num_items + kWarp - 1) / kWarp : kWarps, idle = kWarps - busy;
     ItemKey k;
-    int64_t load = 0;
-    FI_ROLL
-    for (int32_t base = 0; base + warp_ * kWarp < num_items; base += kThreads) {
-      const ItemKey next = item_key(tiles, base + thread_, num_items, shift);
-      sort_.count(next.key, base == 0);
-      load += next.item.cost;
-      if (base == 0) k = next;
-    }
-    all_.post(0, warp_sum64(block_, load));
-    // The last warp divides meanwhile, where there are others for the rest.
-    constexpr int kOthers = kWarps > 2 ? kWarps - 1 : kWarps;
     int32_t end = 0;
-    sort_.end_counting([&] { all_.meet(); },
-                       [&](int first_warp) {
-                         if (warp_ == kWarps - 1) end = find_ends(shift);
-                         if (warp_ < kOthers) beside(first_warp, kOthers - first_warp);
-                       });
+    FI_ROLL
+    for (bool counted = false;; counted = true) {
+      int task = counted ? idle + warp_ - 1 : warp_ - busy;
+      if (!counted) {
+        int64_t load = 0;
+        FI_ROLL
+        for (int32_t base = 0; base + warp_ * kWarp < num_items; base += kThreads) {
+          const ItemKey next = item_key(tiles, base + thread_, num_items, shift);
+          sort_.count(next.key, base == 0);
+          load += next.item.cost;
+          if (base == 0) k = next;
+        }
+        all_.post(0, warp_sum64(block_, load));
+      } else if (warp_ == 0) {
+        sort_.scan_positions();
+        task = -1;
+      } else if (warp_ == kWarps - 1) {
+        end = find_ends(shift);
+        if (kLast < kWarps) task = -1;
+      }
+      if (task >= 0) beside(task, counted ? kLast - 1 : kWarps, counted ? kMaxInt32 : idle);
+      if (counted) break;
+      all_.meet();
+    }
+    block_.sync();
     if (warp_ == kWarps - 1) write_ends(num_items, end);
     FI_ROLL
     for (int32_t base = 0;; base += kThreads) {
@@ -449,7 +462,7 @@ class DevicePlanner {
     return lane_ < kBundleSizes ? first_bundled_bucket(c_, count_.nodes, load, shift, lane_ + 1) : 0;
   }
 
-  // Behind end_counting(), while buckets still say where they begin.
+  // When positions are scanned, while buckets still say where they begin.
   FI_DEVICE void write_ends(int32_t num_items, int32_t end) {
     if (lane_ < kBundleSizes)
       section<PlanHeader>(a_.layout.header)->bundled[lane_] =

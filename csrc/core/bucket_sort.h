@@ -76,6 +76,9 @@ class BucketSort {
     }
   }
 
+  // Then where a bucket begins, until the first next_round().
+  FI_DEVICE uint32_t position(int bucket) const { return m_.position[bucket]; }
+
   // Where the key goes.
   FI_DEVICE uint32_t place(const Key& k) {
     if (!k.valid) return 0;

@@ -3,6 +3,7 @@
 // is a CUDA thread block or its emulation on the host (collectives.h).
 #pragma once
 #include "device_budget.h"
+#include "device_items.h"
 #include "device_nodes.h"
 #include "device_tiles.h"
 
@@ -30,9 +31,7 @@ class DevicePlanner {
         all_(block, memory.slots),
         sort_(block, memory.sort),
         budgets_(block, args.config, args.cost_shift, memory.budget),
-        thread_(block.thread()),
-        warp_(thread_ / kWarp),
-        lane_(thread_ % kWarp) {}
+        thread_(block.thread()) {}
 
   FI_DEVICE void run() {
     begin();
@@ -152,7 +151,9 @@ class DevicePlanner {
       if (count_.nodes > 0) reports = emit_nodes(tile_begin, tiles, flat_tiles);
     if (thread_ == kThreads - 1)
       write_header(budgets_.chunk(0), use, a_.qo_indptr[a_.num_requests] - a_.qo_indptr[0], reports);
-    emit_items(tiles, int32_t(use[0]), sort_shift(c_, greatest), [&](int task, int step, int32_t end) {
+    ItemEmitter<Block, Tiles, kShares> items(block_, a_, all_, sort_, levels_, nodes_, count_, tiles,
+                                             num_tiles_);
+    items.run(int32_t(use[0]), sort_shift(c_, greatest), [&](int task, int step, int32_t end) {
       if constexpr (kShares)
         if (count_.nodes > 0 && count_.single_rows)
           node_emitter(tile_begin, tiles, flat_tiles).put_single_rows(task, step, end);
@@ -368,125 +369,6 @@ class DevicePlanner {
     return at;
   }
 
-  struct ItemKey {
-    int32_t tile = 0;
-    WorkItem item{};
-    typename Sort::Key key;
-  };
-
-  template <class Tiles>
-  FI_DEVICE ItemKey item_key(Tiles tiles, int32_t item, int32_t num_items, int shift) {
-    ItemKey k;
-    int bucket = 0;
-    if (item < num_items) {
-      k.tile = find_owner(&tiles.at(kFirstItem, 0), num_tiles_, num_items, item);
-      k.item = item_of(tiles, item, k.tile);
-      bucket = sort_bucket(uint32_t(k.item.cost), shift);
-    }
-    k.key = sort_.key(bucket, item < num_items);
-    return k;
-  }
-
-  template <class Tiles>
-  FI_DEVICE WorkItem item_of(Tiles tiles, int32_t item, int32_t t) const {
-    const int32_t shape = tiles.at(kShape, t);
-    const TileLevel level = kShares ? shape_level(shape) : kFlat;
-    const Tile tile{tiles.at(kRequest, t),
-                    tiles.at(kQBegin, t),
-                    tiles.at(kKvBegin, t),
-                    tiles.at(kKvEnd, t),
-                    uint8_t(shape_kind(shape)),
-                    uint16_t(shape_rows(shape)),
-                    level};
-    const Split split{tiles.at(kChunkLen, t), tiles.at(kChunks, t), 0};
-    int32_t first_row = tiles.at(kFirstRow, t), chunk_rows = 0;
-    if (level == kNode) {
-      first_row = tiles.at(kFirstRow, num_tiles_ - count_.tiles + levels_->tile[tile.request]) + tile.q_begin;
-      chunk_rows = levels_->tokens[tile.request] * c_.group;
-    }
-    return make_item(c_, tile, split, item - tiles.at(kFirstItem, t), tiles.at(kUnit, t), first_row,
-                     chunk_rows);
-  }
-
-  // A round of kThreads items after the other; warps without an item skip what whole warps do. beside(task,
-  // step, end): called by whole warps, does every step-th of some tasks from one on, before `end`.
-  template <class Tiles, class Beside>
-  FI_DEVICE void emit_items(Tiles tiles, int32_t num_items, int shift, Beside beside) {
-    // Warps without an item begin with the tasks; when items are counted and one warp places buckets and the
-    // last one divides, the others do the rest.
-    constexpr int kLast = kWarps > 2 ? kWarps - 1 : kWarps;
-    const int busy = num_items < kThreads ? (num_items + kWarp - 1) / kWarp : kWarps, idle = kWarps - busy;
-    ItemKey k;
-    int32_t end = 0;
-    FI_ROLL
-    for (bool counted = false;; counted = true) {
-      int task = counted ? idle + warp_ - 1 : warp_ - busy;
-      if (!counted) {
-        int64_t load = 0;
-        FI_ROLL
-        for (int32_t base = 0; base + warp_ * kWarp < num_items; base += kThreads) {
-          const ItemKey next = item_key(tiles, base + thread_, num_items, shift);
-          sort_.count(next.key, base == 0);
-          load += next.item.cost;
-          if (base == 0) k = next;
-        }
-        all_.post(0, warp_sum64(block_, load));
-      } else if (warp_ == 0) {
-        sort_.scan_positions();
-        task = -1;
-      } else if (warp_ == kWarps - 1) {
-        end = find_ends(shift);
-        if (kLast < kWarps) task = -1;
-      }
-      if (task >= 0) beside(task, counted ? kLast - 1 : kWarps, counted ? kMaxInt32 : idle);
-      if (counted) break;
-      all_.meet();
-    }
-    block_.sync();
-    if (warp_ == kWarps - 1) write_ends(num_items, end);
-    FI_ROLL
-    for (int32_t base = 0;; base += kThreads) {
-      const uint32_t at = sort_.place(k.key);
-      if (base + thread_ < num_items) write_item(tiles, base + thread_, k, at);
-      const int32_t next = base + kThreads;
-      if (next >= num_items) return;
-      k = {};
-      if (next + warp_ * kWarp < num_items) k = item_key(tiles, next + thread_, num_items, shift);
-      sort_.next_round(k.key);
-    }
-  }
-
-  // From which bucket on heads are bundled, by the warp that has written it, a lane a size.
-  FI_DEVICE int32_t find_ends(int shift) {
-    const int64_t load = warp_sum64(block_, all_.posted(0));
-    return lane_ < kBundleSizes ? first_bundled_bucket(c_, count_.nodes, load, shift, lane_ + 1) : 0;
-  }
-
-  // When positions are scanned, while buckets still say where they begin.
-  FI_DEVICE void write_ends(int32_t num_items, int32_t end) {
-    if (lane_ < kBundleSizes)
-      section<PlanHeader>(a_.layout.header)->bundled[lane_] =
-          end < kSortBuckets ? num_items - int32_t(m_.sort.position[end]) : 0;
-  }
-
-  template <class Tiles>
-  FI_DEVICE void write_item(Tiles tiles, int32_t item, const ItemKey& k, uint32_t at) {
-    const WorkItem& w = k.item;
-    const int32_t t = k.tile;
-    block_.store(section<WorkItem>(a_.layout.items) + at, w);
-    if (w.unit < 0 || w.flags & kPrefix) return;
-    const int32_t grid = c_.invariant_grid;
-    const bool many = grid > 0 && !(w.flags & kFirstChunk);
-    const int32_t count = many ? int32_t(ceil_div32(uint32_t(w.kv_end - w.kv_begin), uint32_t(grid))) : 1;
-    const Split split{tiles.at(kChunkLen, t), tiles.at(kChunks, t), 0};
-    const uint32_t before = states_before(c_, split, item - tiles.at(kFirstItem, t));
-    int32_t* parts = section<int32_t>(a_.layout.parts) + tiles.at(kFirstPart, t) + before;
-    if (kShares && shape_level(tiles.at(kShape, t)) == kOwn)
-      parts += nodes_->path_chunks[levels_->leaf[w.request]];
-    FI_ROLL
-    for (int32_t i = 0; i < count; ++i) parts[i] = w.partial + i * w.q_rows;
-  }
-
   FI_DEVICE void write_header(int32_t chunk, const Counts& use, int32_t num_tokens, int32_t reports) {
     PlanHeader h{};
     h.magic = kPlanMagic;
@@ -518,7 +400,7 @@ class DevicePlanner {
   Collectives<Block, 5> all_;
   Sort sort_;
   BudgetChooser<Block, kShares> budgets_;
-  const int thread_, warp_, lane_;
+  const int thread_;
   int32_t num_tiles_ = 0, longest_ = 0;
   int64_t flat_total_ = 0, flat_cost_ = 0;  // of all tiles without nodes, and of those that this thread made
   uint32_t found_ = 0;

@@ -83,11 +83,6 @@ __device__ __forceinline__ bool named_barrier_or(int id, int threads, bool said)
   return any;
 }
 
-// Counts towards barrier `id` without waiting for it.
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // A counter in global memory, and with it what was written before the counter was last raised.
 __device__ __forceinline__ int32_t load_acquire(const int32_t* counter) {
   int32_t value;

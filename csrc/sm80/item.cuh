@@ -3,6 +3,7 @@
 #pragma once
 #include "../sm90/widened.cuh"
 #include "levels.cuh"
+#include "merge.cuh"
 
 namespace fi::sm80 {
 

@@ -8,17 +8,14 @@ all that are shipped.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fi_backend.core import jit
 from fi_backend.core.jit.toolkit import find_toolkit
-from fi_backend.core.kernels import cuda_attention_module
 from fi_backend.core.prepare import modules
 from fi_backend.core.shipped import instance, shipped
-from fi_backend.core.spec import AttentionSpec
 from fi_backend.errors import BuildError
 
 # Target -> bytes that a thread of the worst kernel may spill, nearly all of it between the loops. Threads
@@ -48,14 +45,7 @@ def built(request: pytest.FixtureRequest) -> dict[jit.ModuleSpec, Path]:
         module for arch in SPILL_LIMIT_BYTES for module in modules(*specs, arch=arch) if module.arch != "cpu"
     ]
     assert len(wanted) >= 2 * len(specs)
-    wanted.append(with_boxes(CHOSEN[0]))
     return dict(zip(wanted, jit.build_all(wanted), strict=True))
-
-
-def with_boxes(spec: AttentionSpec) -> jit.ModuleSpec:
-    """The module that lets Hopper's copy engine bring whole tiles."""
-    gathers = cuda_attention_module(spec, "sm_90a")
-    return replace(gathers, name=f"{gathers.name}_boxes", defines=(*gathers.defines, ("FI_TMA", "1")))
 
 
 def report(library: Path) -> str:

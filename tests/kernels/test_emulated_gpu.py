@@ -24,7 +24,7 @@ from fi_backend.core.sharing import flat_reason
 from fi_backend.core.spec import AttentionSpec
 
 SPECS: dict[str, tuple[str, dict[str, Any]]] = {
-    "wgmma": ("sm_90a", {"head_dim": 64}),
+    "wgmma": ("sm_90a", {"head_dim": 80}),
     "fp8, mma": ("sm_80", {"head_dim": 64, "dtype": "float16", "kv_dtype": "float8_e5m2"}),
     "mma": ("sm_80", {"head_dim": 64, "dtype": "float16"}),
     "little shared memory": ("sm_86", {"head_dim": 128}),

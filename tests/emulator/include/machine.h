@@ -60,9 +60,8 @@ struct Warp {
 struct Copy {
   char* to;
   const char* from;
-  uint32_t bytes;            // of 16; the rest is zeros
-  uint32_t barrier = 0;      // not 0: arrive there instead of copying,
-  uint32_t transaction = 0;  // or tell it that so many bytes have come
+  uint32_t bytes;        // of 16; the rest is zeros
+  uint32_t barrier = 0;  // not 0: arrive there instead of copying
 };
 
 struct Block {
@@ -76,7 +75,6 @@ struct Block {
     std::vector<Fiber*> waiting;
   } named[16];
   std::unordered_map<uint32_t, std::vector<Fiber*>> waiting;  // at mbarriers
-  std::unordered_map<uint32_t, int64_t> transactions;         // bytes that mbarriers expect
   std::vector<std::deque<Copy>> copies;                       // of each thread
   std::vector<int> copying;                                   // threads that have some
 };
@@ -143,24 +141,19 @@ class Machine {
     meet("syncwarp", {}, [](Meeting&) {});
   }
 
-  // Returns whether the barrier is complete.
-  bool named_barrier_arrive(int id, int threads, bool said = false) {
+  // Returns whether one of the threads or more said so.
+  bool named_barrier(int id, int threads, bool said = false) {
     Block::Named& b = block->named[id];
     if (b.arrived == 0) b.expected = threads;
     if (b.expected != threads) fail("barrier " + std::to_string(id) + ": two numbers of threads");
     b.said |= said;
-    if (++b.arrived < threads) return false;
-    b.any = b.said;
-    b.arrived = 0, b.said = false;
-    wake(b.waiting);
-    return true;
-  }
-  // Returns whether one of the threads or more said so.
-  bool named_barrier(int id, int threads, bool said = false) {
-    Block::Named& b = block->named[id];
-    if (!named_barrier_arrive(id, threads, said)) {
+    if (++b.arrived < threads) {
       b.waiting.push_back(&fiber());
       suspend();
+    } else {
+      b.any = b.said;
+      b.arrived = 0, b.said = false;
+      wake(b.waiting);
     }
     return b.any;
   }
@@ -177,16 +170,7 @@ class Machine {
   void mbarrier_arrive(uint32_t address) {
     Mbarrier& b = mbarrier(address);
     if (b.pending == 0) fail("mbarrier: more arrivals than it has");
-    --b.pending;
-    complete(b, address);
-  }
-  // bytes: more that the phase waits for, or fewer.
-  void mbarrier_expect(uint32_t address, int64_t bytes) {
-    block->transactions[address] += bytes;
-    complete(mbarrier(address), address);
-  }
-  void complete(Mbarrier& b, uint32_t address) {
-    if (b.pending > 0 || block->transactions[address] != 0) return;
+    if (--b.pending > 0) return;
     b.pending = b.expected;
     b.phase ^= 1;
     wake(block->waiting[address]);
@@ -255,9 +239,7 @@ class Machine {
     for (uint32_t n = 1 + random(16); n > 0 && !queue.empty(); --n) {
       const Copy c = queue.front();
       queue.pop_front();
-      if (c.transaction) {
-        mbarrier_expect(c.barrier, -int64_t(c.transaction));
-      } else if (c.barrier) {
+      if (c.barrier) {
         mbarrier_arrive(c.barrier);
       } else {
         std::memset(c.to, 0, 16);

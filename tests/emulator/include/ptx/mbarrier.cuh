@@ -23,9 +23,6 @@ inline void named_barrier(int id, int threads) { emulator::machine().named_barri
 inline bool named_barrier_or(int id, int threads, bool said) {
   return emulator::machine().named_barrier(id, threads, said);
 }
-inline void named_barrier_arrive(int id, int threads) {
-  emulator::machine().named_barrier_arrive(id, threads);
-}
 inline int32_t load_acquire(const int32_t* counter) { return *counter; }
 template <int kRegisters>
 inline void take_registers() {}

@@ -29,11 +29,13 @@ class BucketSort {
 
   // Before the first barrier.
   FI_DEVICE void clear() {
+    FI_ROLL
     for (int i = block_.thread(); i < kBuckets; i += Block::kThreads) m_.position[i] = 0;
     clear_rank();
   }
 
   FI_DEVICE void clear_rank() {
+    FI_ROLL
     for (int i = lane_; i < kBuckets; i += kWarp) m_.rank[warp_][i] = 0;
   }
 
@@ -83,6 +85,7 @@ class BucketSort {
   FI_DEVICE uint32_t place(const Key& k) {
     if (!k.valid) return 0;
     uint32_t at = m_.position[k.bucket] + uint32_t(count_bits(k.peers & lower_lanes()));
+    FI_ROLL
     for (int w = 0; w < warp_; ++w) at += m_.rank[w][k.bucket];
     return at;
   }
@@ -90,11 +93,14 @@ class BucketSort {
   // Between two rounds, with the keys of the next one; called by all threads.
   FI_DEVICE void next_round(const Key& k) {
     block_.sync();
-    for (int b = block_.thread(); b < kBuckets; b += Block::kThreads)
+    FI_ROLL
+    for (int b = block_.thread(); b < kBuckets; b += Block::kThreads) {
+      FI_ROLL
       for (int w = 0; w < kWarps; ++w) {
         m_.position[b] += m_.rank[w][b];
         m_.rank[w][b] = 0;
       }
+    }
     block_.sync();
     if (leads(k)) m_.rank[warp_][k.bucket] = uint32_t(count_bits(k.peers));
     block_.sync();

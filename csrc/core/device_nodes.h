@@ -49,6 +49,7 @@ class NodeEmitter {
     for_tasks(task, step, end, [&](int32_t group, int32_t node, uint32_t peers) {
       if (node < 0) return;
       int32_t before = count_bits(peers & lanes_before());
+      FI_ROLL
       for (int32_t g = 0; g < group; ++g) before += l_.counts[g * count_.nodes + node];
       put_single_row(node, group * kWarp + lane_, before);
     });

@@ -14,6 +14,15 @@
 #if !defined(FI_RING_QUERIES)
 #define FI_RING_QUERIES 1
 #endif
+// Whether the first step of a tall tile runs through the loop, beside a product of weights of zero, instead
+// of through a copy of its code.
+#if !defined(FI_ZERO_START)
+#define FI_ZERO_START 0
+#endif
+// Whether two warps share a KV tile of few rows, so that its stage is free in half of the time.
+#if !defined(FI_HALF_TILES)
+#define FI_HALF_TILES 0
+#endif
 // Whether the maxima of both rows of a lane are there before the first exponential.
 #if !defined(FI_MAXIMA_FIRST)
 #define FI_MAXIMA_FIRST 1

@@ -29,9 +29,10 @@ struct Consumer {
   static_assert(1 << kMaxGroupsLog2 == Traits::kMaxGroups);
   static constexpr int kQSteps = Traits::kHeadDim / 16;  // ksteps of Q K^T
   static constexpr int kKvTile = Traits::kKvTile;
-  static constexpr int kTiles = kKvTile / 8;                 // fragments of a tile's logits
-  static constexpr int kBlocks = Traits::kWarpColumns / 16;  // 16-column blocks of the output
-  static constexpr int kColumns = kBlocks * 2;               // fragments of the output
+  static constexpr int kTiles = kKvTile / 8;                                // fragments of a tile's logits
+  static constexpr int kStepTiles = kHalves<Traits> ? kTiles / 2 : kTiles;  // of those of one step
+  static constexpr int kBlocks = Traits::kWarpColumns / 16;                 // 16-column blocks of the output
+  static constexpr int kColumns = kBlocks * 2;                              // fragments of the output
 
   const AttentionParams& p;
   const LaunchConstants& c;
@@ -58,6 +59,9 @@ struct Consumer {
     if constexpr (!Variant::kTransformsKey) scale *= p.k_scale[kv_head() * p.k_scale_stride];
     return kTransform || scale > 0.f ? scale : quiet_nan();
   }
+
+  // 1 where the tiles of this warp are another one's too.
+  __device__ __forceinline__ int halves_log2() const { return kHalves<Traits> && members > 1; }
 
   // Barrier between the warps that share a slice: the columns of the same rows, or a warpgroup's queries,
   // which lie where narrower tiles have the slices of any warp.
@@ -215,9 +219,9 @@ struct Consumer {
 
   // What the variant makes of the whole key that this lane multiplies of each eight.
   __device__ __forceinline__ void read_key_rows(uint32_t k_tile, int key_begin,
-                                                float (&whole)[kTiles]) const {
+                                                float (&whole)[kStepTiles]) const {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
+    for (int t = 0; t < kStepTiles; ++t) {
       const int key = t * 8 + lane / 4;
       whole[t] = Variant::template key_row<float>(
           p, element_loader<Traits>(k_tile, key, p.k_scale[kv_head() * p.k_scale_stride]),
@@ -236,14 +240,14 @@ struct Consumer {
   }
 
   // Logits of the tile's keys.
-  __device__ __forceinline__ void logits(uint32_t k_tile, int key_begin, float (&s)[kTiles][4]) {
+  __device__ __forceinline__ void logits(uint32_t k_tile, int key_begin, float (&s)[kStepTiles][4]) {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
+    for (int t = 0; t < kStepTiles; ++t)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[t][e] = 0.f;
     if constexpr (kTurnsFragments<Traits, Variant>)
       if (Variant::turns_keys(p)) return turned_logits<Traits, Variant>(*this, k_tile, key_begin, s);
-    [[maybe_unused]] float whole[kTiles];
+    [[maybe_unused]] float whole[kStepTiles];
     if constexpr (Variant::kTransformsKey) read_key_rows(k_tile, key_begin, whole);
     // One ldmatrix reads 16 keys x 2 chunks: one kstep of 16-bit elements, two of 8-bit ones.
     constexpr int kStepsRead = Traits::kFp8 ? 2 : 1;
@@ -251,9 +255,9 @@ struct Consumer {
     const uint32_t base = k_tile + key * kRowBytes + ((((lane >> 3) & 1) ^ (lane & 7)) << 4);
 #pragma unroll
     for (int i = 0; i < ceil_div(Traits::kKChunks, 2); ++i) {
-      uint32_t b[kTiles / 2][4];
+      uint32_t b[kStepTiles / 2][4];
 #pragma unroll
-      for (int n = 0; n < kTiles / 2 && !Variant::kTransformsKey; ++n)
+      for (int n = 0; n < kStepTiles / 2 && !Variant::kTransformsKey; ++n)
         ptx::ldmatrix_x4(b[n], chunk_pair(base, kKvTile, i) + n * 16 * kRowBytes);
 #pragma unroll
       for (int j = 0; j < kStepsRead; ++j) {
@@ -267,7 +271,7 @@ struct Consumer {
           read_q(step, a);
         }
 #pragma unroll
-        for (int n = 0; n < kTiles / 2; ++n) {
+        for (int n = 0; n < kStepTiles / 2; ++n) {
           if constexpr (Variant::kTransformsKey) {
             multiply_transformed(s[2 * n], a, k_tile, key_begin, 2 * n, step, whole[2 * n]);
             multiply_transformed(s[2 * n + 1], a, k_tile, key_begin, 2 * n + 1, step, whole[2 * n + 1]);
@@ -351,11 +355,11 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void accumulate(uint32_t v_tile, int key_begin, float scale,
-                                             float (&s)[kTiles][4]) {
+                                             float (&s)[kStepTiles][4]) {
     if constexpr (Variant::kSoftmax) weigh(scale, s);
     constexpr int kSteps = Traits::kFp8 ? 2 : 1;  // of 16 keys, that one ldmatrix reads
 #pragma unroll
-    for (int t = 0; t < kKvTile / 16; t += kSteps) {
+    for (int t = 0; t < kStepTiles / 2; t += kSteps) {
       uint32_t a[kSteps][4];
 #pragma unroll
       for (int j = 0; j < kSteps; ++j) weights_fragment(s, t + j, a[j]);
@@ -400,12 +404,13 @@ struct Consumer {
     }
   }
 
-  // One tile of keys, at `stage` of the ring.
-  __device__ __forceinline__ void step(uint32_t stage, int key_begin, float scale) {
-    float s[kTiles][4];
-    logits(stage, key_begin, s);
-    transform(key_begin, scale, s);
-    accumulate(stage + Traits::kKBytes, key_begin, kTransform ? 1.f : scale * kLog2e, s);
+  // A tile of keys at `stage` of the ring, or its keys from row `row` on.
+  __device__ __forceinline__ void step(uint32_t stage, int row, int key_begin, float scale) {
+    float s[kStepTiles][4];
+    stage += row * kRowBytes;
+    logits(stage, key_begin + row, s);
+    transform(key_begin + row, scale, s);
+    accumulate(stage + Traits::kKBytes, key_begin + row, kTransform ? 1.f : scale * kLog2e, s);
   }
 };
 

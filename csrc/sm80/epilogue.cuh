@@ -322,7 +322,8 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
     else
       ptx::named_barrier(barrier, threads);
   };
-  const int active = min(x.members, w.tiles);  // the first tiles belong to the first of them
+  const int active =
+      min(x.members, w.tiles << x.halves_log2());  // the first tiles belong to the first of them
   const auto states_of = [&](int warp) {
     return shared + (warp / Traits::kColumnWarps) * Traits::kSliceBytes +
            x.column_warp * (Traits::kSliceBytes / Traits::kColumnWarps);
@@ -339,7 +340,7 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
   bool finishes = false;
   const auto put_rows = [&](int r) {
     float* slice = reinterpret_cast<float*>(x.own_slice());
-    const int row = x.lane / 4;
+    const int row = x.lane / 4 + (kStateRows > 8 ? r * 8 : 0);
     const float sum = quad_sum(x.state.sum[r]);
     if (x.lane % 4 == 0) control.stats[x.warp][row] = make_float2(x.state.max[r], sum);
 #pragma unroll
@@ -358,21 +359,18 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
   const bool clean = kRingQueries<Traits> && w.query_tiles;
   // Not unrolled: see store_final().
 #pragma unroll 1
-  for (int r = 0; r < 2; ++r) {
-    const int rows = min(w.q_rows - x.group * 16 - r * 8, 8);
+  for (int first = 0; first < 16; first += kStateRows) {
+    const int rows = min(w.q_rows - x.group * 16 - first, kStateRows);
     if (rows <= 0) break;
     // Nobody still reads its queries, or the rows before these.
-    if (r == 0 && !clean) x.sync_columns();
-    if (r > 0 || !clean) sync();
-    if (r == 0)
-      put_rows(0);
-    else
-      put_rows(1);
-    if (may_finish && r == 0 && leads_place) control.place_arrived[x.warp] = arrived == w.num_items - 1;
+    if (first == 0 && !clean) x.sync_columns();
+    if (first > 0 || !clean) sync();
+    if (first == 0) put_rows(0);
+    if (first + rows > 8 && first + kStateRows > 8) put_rows(1);
+    if (may_finish && first == 0 && leads_place) control.place_arrived[x.warp] = arrived == w.num_items - 1;
     sync();
-    if (may_finish && r == 0)
+    if (may_finish && first == 0)
       finishes = *static_cast<volatile int32_t*>(&control.place_arrived[x.warp - x.member]);
-#pragma unroll 1
     for (int i = x.member * 32 + x.lane; i < rows * kVectors; i += threads) {
       const int out_row = i / kVectors, vector = i % kVectors;
       // Unrolled over as many warps as there can be, so that all reads are under way together.
@@ -403,7 +401,7 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
       }
       float lse, inverse;
       finish_state(top, total, lse, inverse);
-      const int tile_row = x.group * 16 + r * 8 + out_row;
+      const int tile_row = x.group * 16 + first + out_row;
       const bool leads = vector == 0 && x.column_warp == 0;
       const int column = x.column_warp * Traits::kWarpColumns + vector * 4;
       if (kFinishes && finishes) {

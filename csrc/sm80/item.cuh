@@ -42,8 +42,9 @@ __device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, ui
   const int kv_begin = x.w.kv_begin;
   // Heads of a bundle take turns in the ring, and their warps take turns at their tiles.
   const int heads_log2 = kBundles<Traits> ? x.w.heads_log2 : 0;
-  const int first = (x.member << heads_log2) + (x.in_bundle() ? x.place() : 0);
-  const int step = Traits::kInvariant ? 1 : x.members << heads_log2;
+  const int shared = x.halves_log2();
+  const int first = (x.member >> shared << heads_log2) + (x.in_bundle() ? x.place() : 0);
+  const int step = Traits::kInvariant ? 1 : x.members >> shared << heads_log2;
   const float scale = x.logit_scale();
   const bool has_rows = x.group * 16 < x.w.q_rows;  // a group without rows frees its tiles all the same
   stage.advance(first);
@@ -51,10 +52,20 @@ __device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, ui
   for (int i = first; i < tiles; i += step) {
     before_tile(i);
     ptx::mbarrier_wait(full_barrier(control, stage), stage.lap >> 1 & 1);
-    if (has_rows)
-      x.step(stages + stage.at * Traits::kStageBytes, kv_begin + (i >> heads_log2) * Traits::kKvTile, scale);
+    if (has_rows) {
+      const uint32_t tile = stages + stage.at * Traits::kStageBytes;
+      const int key_begin = kv_begin + (i >> heads_log2) * Traits::kKvTile;
+      if constexpr (kHalves<Traits>) {
+#pragma unroll 1
+        for (int half = shared ? x.member & 1 : 0; half < 2; half += 1 + shared)
+          x.step(tile, half * (Traits::kKvTile / 2), key_begin, scale);
+      } else {
+        x.step(tile, 0, key_begin, scale);
+      }
+    }
     // The ring waits for as many arrivals as there are warps; a tile is read by fewer of them.
-    ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[stage.at]), x.lane, x.members << heads_log2);
+    ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[stage.at]), x.lane,
+                              x.members >> shared << heads_log2);
     stage.advance(step);
   }
 }
@@ -207,6 +218,10 @@ template <class Traits>
 __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                         char* shared, uint32_t stages) {
   const int tid = threadIdx.x;
+  // Else the first result waits for its scale behind all tiles that are under way.
+  constexpr int kLine = 32;
+  if (tid * kLine < p.num_kv_heads * max(p.v_scale_stride, 1) && p.v_scale)
+    ptx::prefetch_l1(p.v_scale + tid * kLine);
   Ring<Traits::kStages> stage;
   Ring<kSlots> slot;
   while (true) {

@@ -41,8 +41,15 @@ inline constexpr int kRowBytes = 128;  // a swizzled row
 inline constexpr int kWideRows = 64;   // rows of one operand of wgmma
 inline constexpr int kWidenedTiles = 2;
 inline constexpr int kMaxStages = 8;
-inline constexpr int kSlots = 4;     // work items between the scheduler and the slowest consumer
-inline constexpr int kRowTiles = 6;  // tiles whose rows the guide has found and no producer has fetched
+inline constexpr int kSlots = 4;  // work items between the scheduler and the slowest consumer
+// Rows of a warp's state that are joined at once: 8, or 16 in twice the shared memory.
+#if !defined(FI_STATE_ROWS)
+#define FI_STATE_ROWS 8
+#endif
+inline constexpr int kStateRows = FI_STATE_ROWS;
+static_assert(kStateRows == 8 || kStateRows == 16);
+// Tiles whose rows the guide has found and no producer has fetched.
+inline constexpr int kRowTiles = kStateRows == 8 ? 6 : 4;
 
 // Shared memory that a block of the target may have: 227 KiB on sm_90 and sm_100, 163 on sm_80, 99 on the
 // others.
@@ -92,10 +99,10 @@ struct Traits {
   // A slice for the warps of 16 rows: queries on the way in; states and results on the way out.
   static constexpr int kSliceBytes =
       max_of(tile_bytes(16, kHeadDim * 2),
-             kColumnWarps* max_of(tile_bytes(16, kWarpColumns * 2), 8 * kWarpColumns * 4));
+             kColumnWarps* max_of(tile_bytes(16, kWarpColumns * 2), kStateRows * kWarpColumns * 4));
   static constexpr int kQBytes =
       max_of(kMaxGroups * kSliceBytes, kReadsQueries ? 2 * tile_bytes(kWideRows, kHeadDim * 2) : 0);
-  static constexpr int kControlBytes = 1536;
+  static constexpr int kControlBytes = kStateRows == 8 ? 1536 : 2048;
 
   // Keys of one pipeline stage and of one softmax update: 64, or 32 where shared memory is short.
   static constexpr int stage_bytes(int keys) {

@@ -42,7 +42,7 @@ struct Control {
   int32_t arrived;
   int32_t place_arrived[kConsumerWarps];  // the same for the warps of a place, by the first of them
   Work slots[kSlots];
-  float2 stats[kConsumerWarps][8];  // maximum and sum of the rows that warps combine
+  float2 stats[kConsumerWarps][kStateRows];  // maximum and sum of the rows that warps combine
 };
 
 // Walks round a ring of barriers, lap after lap.
@@ -80,6 +80,11 @@ __device__ __forceinline__ uint32_t full_barrier(Control& control, const Ring<kS
 // A bundle gives each of its heads its own warps, which need all columns of their rows.
 template <class Traits>
 inline constexpr bool kBundles = FI_BUNDLES && !Traits::kInvariant && Traits::kColumnWarps == 1;
+
+// A warp takes half of the keys of a tile where there are others for the rest, or one half after the other.
+template <class Traits>
+inline constexpr bool kHalves = FI_HALF_TILES && Traits::kWgmma && !Traits::kInvariant &&
+                                Traits::kColumnWarps == 1 && Traits::kKvTile == 64;
 
 // Tiles that an item takes of the ring, beside its queries.
 template <class Traits>

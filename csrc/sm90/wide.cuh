@@ -114,6 +114,10 @@ struct Wide {
     uint32_t weights[kStep * kVSteps][4];
     Step step{ring, kStep - tiles % kStep};
     int key = x.w.kv_begin;
+    if constexpr (FI_ZERO_START) {
+      start_with_zeros(x, control, stages, step, tiles, scale, factor);
+      return;
+    }
     step.wait(control);
     ptx::wgmma_fence();
     start_logits(s, x, step, stages);
@@ -189,6 +193,47 @@ struct Wide {
         if (i < count) ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[at(i).at]), lane);
     }
   };
+
+  // The same by one copy of the step. Weights of zero multiply the values of the first one, which are
+  // multiplied once more as they are: whatever bytes change, they would change then.
+  __device__ __forceinline__ static void start_with_zeros(Consumer& x, sm80::Control& control,
+                                                          uint32_t stages, Step step, int tiles, float scale,
+                                                          float factor) {
+    float s[kStep * kTiles][4], shrink[2];
+    uint32_t weights[kStep * kVSteps][4] = {};
+    Step before = step;
+    int key = x.w.kv_begin;
+    bool first = true;
+#pragma unroll 1
+    for (int left = tiles; left > 0;) {
+      step.wait(control);
+      ptx::wgmma_fence();
+      start_logits(s, x, step, stages);
+      start_values(x, weights, before, stages);
+      ptx::wgmma_wait<1>();
+      ptx::settle(s);
+      x.transform(key, scale, s);
+      if (step.count < kStep) leave_out(s);
+      weigh(x, factor, s, shrink);
+      hold(x.state.sum[0] + x.state.sum[1]);
+      ptx::wgmma_wait<0>();
+      ptx::settle(x.out);
+      ptx::settle(weights);
+      if (!first) before.release(control, x.lane);
+      first = false;
+      rescale(x, shrink);
+      pack(s, weights);
+      left -= step.count;
+      key += step.count * kKvTile;
+      before = step;
+      step = Step{before.behind(), kStep};
+    }
+    ptx::wgmma_fence();
+    start_values(x, weights, before, stages);
+    ptx::wgmma_wait<0>();
+    ptx::settle(x.out);
+    before.release(control, x.lane);
+  }
 
   // The second tile of a step that has one.
   __device__ __forceinline__ static void leave_out(float (&s)[kStep * kTiles][4]) {

@@ -26,7 +26,7 @@ _DISTRIBUTIONS = (
 
 
 def without_folders(text: str) -> str:
-    """Return `text` with the names of files alone for absolute paths, which say nothing on another machine."""
+    """Return `text` with names of files for absolute paths, which say nothing on another machine."""
     return re.sub(r"(?<![\w./:])/(?:[^/\s'\"]+/)+(?=[^/\s'\"])", "", text)
 
 

@@ -54,7 +54,8 @@ def time_case(
         except UnsupportedError as reason:
             not_measured[name] = str(reason)
         except Exception as error:  # noqa: BLE001 - one implementation's failure is a gap in the row
-            not_measured[name] = f"{type(error).__name__}: {without_folders(' '.join(str(error).split()))[:300]}"
+            said = without_folders(" ".join(str(error).split()))
+            not_measured[name] = f"{type(error).__name__}: {said[:300]}"
 
     sample = sample_problem(problem, layers - 1)
 

@@ -14,5 +14,6 @@ inline void cp_async_16(uint32_t dst, const void* src, uint32_t bytes) {
   m.copy({m.at(dst, 16), static_cast<const char*>(src), bytes});
 }
 inline void prefetch_l2(const void*) {}
+inline void prefetch_l1(const void*) {}
 
 }  // namespace fi::ptx

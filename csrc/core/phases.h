@@ -5,7 +5,7 @@
 // benchmarks/kernels/plan_phases.py prints them.
 #pragma once
 
-#if FI_PHASES
+#if FI_PHASES || FI_MARKS
 #include <cstdint>
 
 namespace fi {
@@ -23,7 +23,9 @@ struct Phase {
 };
 
 }  // namespace fi
+#endif
 
+#if FI_PHASES
 #define FI_PHASE(block, name) (block).mark(::fi::Phase<::fi::phase_id(name)>::id)
 #else
 #define FI_PHASE(block, name)

@@ -16,6 +16,12 @@ using Instance = Traits<FI_Q_DTYPE, FI_KV_DTYPE, FI_HEAD_DIM, FI_HEAD_DIM_V, boo
 
 }  // namespace
 
+#if FI_MARKS
+extern "C" __attribute__((visibility("default"))) int fi_read_marks(void* to) {
+  return int(cudaMemcpyFromSymbol(to, marks_of_warps, sizeof(marks_of_warps)));
+}
+#endif
+
 cudaError_t prepare() {
   return cudaFuncSetAttribute(attention_kernel<Instance>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               Instance::kSharedBytes);

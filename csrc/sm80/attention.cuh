@@ -16,6 +16,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   Control& control = *reinterpret_cast<Control*>(shared + Traits::kSharedBytes - Traits::kControlBytes);
   const uint32_t stages = ptx::shared_address(shared) + Traits::kRingAt;
   auto* rows = reinterpret_cast<uint32_t*>(shared + Traits::kRingAt + Traits::kStages * Traits::kStageBytes);
+#if FI_MARKS
+  if (threadIdx.x % 32 == 0) control.marks[threadIdx.x / 32] = 0;
+#endif
+  FI_MARK(control, "begun");
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStages; ++i) {
       for (int lap = 0; lap < 2; ++lap)
@@ -37,6 +41,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #if FI_PDL
   ptx::wait_for_grids();
 #endif
+  FI_MARK(control, "barriers made");
   const int warp = threadIdx.x / 32;
   if (warp < kConsumerWarps) {
     if constexpr (kMovesRegisters) ptx::take_registers<kConsumerRegisters>();

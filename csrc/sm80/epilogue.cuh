@@ -378,6 +378,7 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
     if (first + rows > 8 && first + kStateRows > 8) put_rows(1);
     if (may_finish && first == 0 && leads_place) control.place_arrived[x.warp] = arrived == w.num_items - 1;
     sync();
+    FI_MARK(control, "states met");
     if (may_finish && first == 0)
       finishes = *static_cast<volatile int32_t*>(&control.place_arrived[x.warp - x.member]);
     for (int i = x.member * 32 + x.lane; i < rows * kVectors; i += threads) {

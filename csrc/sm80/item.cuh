@@ -52,6 +52,9 @@ __device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, ui
   for (int i = first; i < tiles; i += step) {
     before_tile(i);
     ptx::mbarrier_wait(full_barrier(control, stage), stage.lap >> 1 & 1);
+    if (i == first) {
+      FI_MARK(control, "first tile");
+    }
     if (has_rows) {
       const uint32_t tile = stages + stage.at * Traits::kStageBytes;
       const int key_begin = kv_begin + (i >> heads_log2) * Traits::kKvTile;
@@ -127,13 +130,17 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
   }
   if constexpr (Traits::kWgmma && !Traits::kReadsQueries && !Traits::kWidens) {
     if (x.members == 1 && !x.in_bundle()) {
+      FI_MARK(control, "queries");
       sm90::Wide<Traits>::attend(x, control, stages, first, tiles);
+      FI_MARK(control, "attended");
       if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
       store(x);
       return false;
     }
   }
+  FI_MARK(control, "queries");
   attend<Traits>(x, control, stages, first, tiles, [](int) {});
+  FI_MARK(control, "attended");
   if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
   if (x.in_bundle()) {
     if (!combine(x, control, shared) && w.unit >= 0) arrive_in_bundle(x, control);
@@ -227,6 +234,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchCo
   while (true) {
     ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     const Work& w = control.slots[slot.at];
+    FI_MARK(control, "item");
     if (w.item < 0) return;
     const int tiles = ring_tiles<Traits>(w);
     bool finished = false;
@@ -235,7 +243,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchCo
     else
       finished = run_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
     stage.advance(tiles + (kRingQueries<Traits> ? w.query_tiles : 0));
+    FI_MARK(control, "stored");
     if (w.unit >= 0 && !finished) arrive<Traits>(p, c, control, w, tid, shared);
+    FI_MARK(control, "merged");
     // Warps without a share must not run ahead of the ring by more than a lap.
     if (Traits::kInvariant && row_groups(w) < Traits::kMaxGroups) ptx::named_barrier(1, kConsumers);
     ptx::mbarrier_arrive_warp(ptx::shared_address(&control.slot_empty[slot.at]), tid % 32);

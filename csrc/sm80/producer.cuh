@@ -153,6 +153,7 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
     }
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.slot_full[slot.at]));
     __syncwarp();
+    FI_MARK(control, "drawn");
     heads_left = kBundles<Traits> ? heads_left - (1 << w.heads_log2) : 0;
     if (kComposes<Traits> && w.levels) warm_units(p, w, lane);
     warm_cache<Traits>(p, c, w, lane);
@@ -380,6 +381,9 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
       if (kBundles<Traits> && heads_log2 > 0) loader.begin(w, i & (1 << heads_log2) - 1);
       ptx::mbarrier_wait(ptx::shared_address(&control.rows_full[ring.at]), ring.parity());
       uint32_t found[Loader<Traits>::kSteps];
+      if (i == 0) {
+        FI_MARK(control, "rows of the first tile");
+      }
       loader.read(rows + ring.at * kKvTile, found);
       ptx::mbarrier_arrive_warp(ptx::shared_address(&control.rows_empty[ring.at]), lane);
       ring.advance();
@@ -396,6 +400,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
       if (draws && tiles - i - 1 == kDrawAhead)
         ptx::mbarrier_arrive(ptx::shared_address(&control.draw[slot.at]));
     }
+    FI_MARK(control, "all tiles started");
     ptx::mbarrier_arrive_warp(ptx::shared_address(&control.slot_empty[slot.at]), lane);
     slot.advance();
   }

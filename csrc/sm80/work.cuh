@@ -4,6 +4,7 @@
 #include "../core/params.h"
 #include "choice.cuh"
 #include "launch.h"
+#include "marks.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
 #include "traits.cuh"
@@ -40,6 +41,9 @@ struct Control {
   uint64_t rows_full[kRowTiles], rows_empty[kRowTiles];
   uint64_t draw[kSlots];  // the producers are nearly through with the item
   int32_t arrived;
+#if FI_MARKS
+  int32_t marks[kMarkedWarps];
+#endif
   int32_t place_arrived[kConsumerWarps];  // the same for the warps of a place, by the first of them
   Work slots[kSlots];
   float2 stats[kConsumerWarps][kStateRows];  // maximum and sum of the rows that warps combine

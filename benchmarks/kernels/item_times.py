@@ -5,9 +5,9 @@
 
 Compiles attention with the define FI_MARKS=1, under which the first lane of every warp notes the time at
 every FI_MARK(control, "name") of the kernel (csrc/sm80/marks.cuh); rows are those of `fi-backend bench
-kernels --device cuda`, replayed as there. Of the last layer's launch it prints, in microseconds since its first CTA
-began, the median over CTAs with the least and the greatest, for one warp of each role and the first items of
-each CTA.
+kernels --device cuda`, replayed as there. Of the last layer's launch it prints, in microseconds since its
+first CTA began, the median over CTAs with the least and the greatest, for one warp of each role and the first
+items of each CTA.
 
 Marks cost time and registers: a small batch takes 5 % longer with them.
 """

@@ -10,10 +10,6 @@
 #else
 #define FI_VARIANT StandardVariant
 #endif
-// Whether queries come through the ring, ahead of the item's keys.
-#if !defined(FI_RING_QUERIES)
-#define FI_RING_QUERIES 1
-#endif
 // Whether the first step of a tall tile runs through the loop, beside a product of weights of zero, instead
 // of through a copy of its code.
 #if !defined(FI_ZERO_START)
@@ -23,17 +19,9 @@
 #if !defined(FI_HALF_TILES)
 #define FI_HALF_TILES 0
 #endif
-// Whether the maxima of both rows of a lane are there before the first exponential.
-#if !defined(FI_MAXIMA_FIRST)
-#define FI_MAXIMA_FIRST 1
-#endif
 // Programmatic dependent launch: the grid starts while the kernel before it ends (sm_90).
 #if !defined(FI_PDL)
 #define FI_PDL FI_SM90A
-#endif
-// Whether short items of few rows are computed for several KV heads side by side, as the plan says.
-#if !defined(FI_BUNDLES)
-#define FI_BUNDLES 1
 #endif
 #if !defined(FI_LOGITS_TRANSFORM)
 #define FI_LOGITS_TRANSFORM 0

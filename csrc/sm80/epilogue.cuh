@@ -364,16 +364,16 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
       }
     }
   };
-  // Where queries come through the ring, the slices hold nothing that is still read.
-  const bool clean = kRingQueries<Traits> && w.query_tiles;
   // Not unrolled: see store_final().
 #pragma unroll 1
   for (int first = 0; first < 16; first += kStateRows) {
     const int rows = min(w.q_rows - x.group * 16 - first, kStateRows);
     if (rows <= 0) break;
-    // Nobody still reads its queries, or the rows before these.
-    if (first == 0 && !clean) x.sync_columns();
-    if (first > 0 || !clean) sync();
+    // Nobody still reads queries in this slice, or the rows before these.
+    if (first == 0)
+      x.sync_columns();
+    else
+      sync();
     if (first == 0) put_rows(0);
     if (first + rows > 8 && first + kStateRows > 8) put_rows(1);
     if (may_finish && first == 0 && leads_place) control.place_arrived[x.warp] = arrived == w.num_items - 1;

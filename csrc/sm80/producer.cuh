@@ -337,21 +337,6 @@ struct Loader {
   }
 };
 
-// Waits until the next stage is free, and for tiles of few rows until no more than kNarrowStages will be
-// taken.
-template <class Traits>
-__device__ __forceinline__ void wait_for_stage(Control& control, const Work& w,
-                                               const Ring<Traits::kStages>& stage) {
-  constexpr int kNarrow = Traits::kNarrowStages;
-  if (kNarrow < Traits::kStages && 1 << w.tile_log2 < kMaxQueryTile) {
-    const bool wraps = stage.at < kNarrow;
-    const int before = stage.at - kNarrow + (wraps ? Traits::kStages : 0);
-    if (stage.lap > 0 || !wraps)
-      ptx::mbarrier_wait(ptx::shared_address(&control.empty[before]), (stage.lap - wraps) & 1);
-  }
-  ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
-}
-
 template <class Traits>
 __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                         const uint32_t* rows, uint32_t stages) {
@@ -371,7 +356,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
     const bool draws = warp == 0 && lane == 0;
     if (draws && tiles <= kDrawAhead) ptx::mbarrier_arrive(ptx::shared_address(&control.draw[slot.at]));
     if (kRingQueries<Traits> && w.query_tiles) {
-      wait_for_stage<Traits>(control, w, stage);
+      ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
       loader.copy_queries(w, stages + stage.at * Traits::kStageBytes);
       ptx::mbarrier_arrive_after_copies(full_barrier(control, stage));
       stage.advance();
@@ -387,7 +372,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
       loader.read(rows + ring.at * kKvTile, found);
       ptx::mbarrier_arrive_warp(ptx::shared_address(&control.rows_empty[ring.at]), lane);
       ring.advance();
-      wait_for_stage<Traits>(control, w, stage);
+      ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
       const uint32_t k_tile = stages + stage.at * Traits::kStageBytes;
       if (c.one_offset)
         loader.template copy<true>(found, kv_begin + (i >> heads_log2) * kKvTile, k_tile,

@@ -68,7 +68,7 @@ struct RowState {
     for (int step = 1; step <= 2; ++step)
 #pragma unroll
       for (int r = 0; r < 2; ++r) top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], step));
-    if constexpr (FI_MAXIMA_FIRST) hold_maxima(top[0], top[1]);
+    hold_maxima(top[0], top[1]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       constexpr float kBits = kWeightBits<Weight>;

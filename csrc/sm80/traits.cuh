@@ -5,10 +5,6 @@
 
 #include "ptx/float8.cuh"
 
-#if !defined(FI_NARROW_KIB)
-#define FI_NARROW_KIB 160
-#endif
-
 namespace fi::sm80 {
 
 // Consumers compute; producers bring KV tiles to where they read them; the guide reads the page table ahead
@@ -122,10 +118,6 @@ struct Traits {
   static constexpr int kLeastStages = kWgmma ? 3 : 2;
   static constexpr int kKvTile = 2 * stages(64) >= kMaxGroups && stages(64) >= kLeastStages ? 64 : 32;
   static constexpr int kStages = stages(kKvTile);
-  // As many of them are filled ahead of tiles that memory bounds: with more under way, reads of the heads of
-  // a page drift apart.
-  static constexpr int kNarrowStages =
-      min_of(kStages, max_of(kMaxGroups / 2, FI_NARROW_KIB * 1024 / stage_bytes(kKvTile)));
   static_assert(kStages >= kLeastStages && 2 * kStages >= kMaxGroups, "too little shared memory");
   static constexpr int kKBytes = tile_bytes(kKvTile, kKChunks * 16);
   static constexpr int kStageBytes = stage_bytes(kKvTile);

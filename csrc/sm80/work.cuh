@@ -83,7 +83,7 @@ __device__ __forceinline__ uint32_t full_barrier(Control& control, const Ring<kS
 
 // A bundle gives each of its heads its own warps, which need all columns of their rows.
 template <class Traits>
-inline constexpr bool kBundles = FI_BUNDLES && !Traits::kInvariant && Traits::kColumnWarps == 1;
+inline constexpr bool kBundles = !Traits::kInvariant && Traits::kColumnWarps == 1;
 
 // A warp takes half of the keys of a tile where there are others for the rest, or one half after the other.
 template <class Traits>
@@ -100,8 +100,8 @@ __device__ __forceinline__ int ring_tiles(const Work& w) {
 // that fp8 keys multiply as they are have their columns permuted, which copies of 16 bytes do not.
 template <class Traits>
 inline constexpr bool kRingQueries =
-    FI_RING_QUERIES && Traits::kQInRegisters && !Traits::kInvariant && !Traits::kFp8 &&
-    !Variant::kTransformsQuery && tile_bytes(kMaxQueryTile, Traits::kHeadDim * 2) <= Traits::kStageBytes;
+    Traits::kQInRegisters && !Traits::kInvariant && !Traits::kFp8 && !Variant::kTransformsQuery &&
+    tile_bytes(kMaxQueryTile, Traits::kHeadDim * 2) <= Traits::kStageBytes;
 
 // Rows of that tile: sixteen for each head of a bundle.
 __device__ __forceinline__ int query_tile_rows(const Work& w) {

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,17 +51,24 @@ def main() -> None:
         use_library(chosen.fa3_library)
     device = torch.device("cuda", torch.cuda.current_device())
     peers = [] if chosen.peers == "none" else available_peers("cuda", chosen.peers)[0]
-    rows = chosen_by_name(TABLES[chosen.table](), chosen.only)
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    clock = GraphClock(device, max(cases.layers_for(row, cache) for row in rows))
-    for row in rows:
-        layers = cases.layers_for(row, cache)
-        problem = cases.make_problem(row, layers=layers, device=device)
+    for row, problem, clock in measured_rows(chosen.table, chosen.only, device):
+        layers = len(problem.layers)
         found = enter_all(row, problem, chosen.way or ["now"], peers, clock)
         times = interleaved({name: each.captured for name, each in found.items()}, clock, layers, chosen.runs)
         line = "  ".join(f"{name} {times[name]:.1f} ({each.errors.rms:.1e})" for name, each in found.items())
         print(f"{row.name:<30}{line}", flush=True)
-        del problem, found
+        del problem, found  # before the next one is made
+
+
+def measured_rows(
+    table: str, only: str, device: torch.device
+) -> Iterator[tuple[cases.Case, Problem, GraphClock]]:
+    """Make the problems of the rows of a table whose names contain one of the texts in `only`, one by one."""
+    rows = chosen_by_name(TABLES[table](), only)
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    clock = GraphClock(device, max(cases.layers_for(row, cache) for row in rows))
+    for row in rows:
+        yield row, cases.make_problem(row, layers=cases.layers_for(row, cache), device=device), clock
         gc.collect()
         torch.cuda.empty_cache()
 

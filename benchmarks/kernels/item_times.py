@@ -24,14 +24,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from compare_defines import parse_way, with_defines
+from compare_defines import measured_rows, parse_way, with_defines
 from plan_phases import phase_id
 
-from fi_backend.benchmarks.cuda import cases
-from fi_backend.benchmarks.cuda.graphs import GraphClock
 from fi_backend.benchmarks.cuda.ours import prepare_ours
 from fi_backend.benchmarks.cuda.tables import TABLES
-from fi_backend.cli.bench_choice import chosen_by_name
 from fi_backend.core import jit, kernels
 from fi_backend.core.jit.arch import cuda_arch
 
@@ -59,12 +56,8 @@ def main() -> None:
         parser.error("expected a CUDA device to measure on; torch sees none")
     device = torch.device("cuda", torch.cuda.current_device())
     with_defines("marks", {**parse_way(f":{chosen.way}")[1], "FI_MARKS": "1"})
-    rows = chosen_by_name(TABLES[chosen.table](), chosen.only)
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    clock = GraphClock(device, max(cases.layers_for(row, cache) for row in rows))
-    for row in rows:
-        layers = cases.layers_for(row, cache)
-        problem = cases.make_problem(row, layers=layers, device=device)
+    for row, problem, clock in measured_rows(chosen.table, chosen.only, device):
+        layers = len(problem.layers)
         graph = clock.capture(prepare_ours(problem).run, layers)
         for _ in range(5):
             graph.replay()
@@ -76,8 +69,7 @@ def main() -> None:
         )
         for role, warp in ROLES.items():
             print_role(role, times_of(marks[:, warp], launched_ns(marks), mark_names()), chosen.items)
-        del problem, graph
-        torch.cuda.empty_cache()
+        del problem, graph  # before the next one is made
 
 
 def read_marks(library: ctypes.CDLL) -> npt.NDArray[np.void]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from cuda_driver_fake import (
     FakeDriver,
     Kernel,
     contents,
-    faked,
     index_arrays,
     inputs,
     planned,
@@ -29,21 +27,7 @@ from fi_backend.arrays import (
     SharingLimits,
 )
 from fi_backend.arrays.cuda import CudaPlace, CudaStep
-from fi_backend.core import kernels
 from fi_backend.errors import PlanError, UnsupportedError
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    with faked(monkeypatch) as fake:
-        yield fake
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> Kernel:
-    fake = Kernel()
-    monkeypatch.setattr(kernels, "load_attention", lambda *_: fake)
-    return fake
 
 
 def test_a_step_is_uploaded_to_addresses_that_stay(driver: FakeDriver) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,6 @@ from cuda_driver_fake import (
     FakeDriver,
     Kernel,
     contents,
-    faked,
     index_arrays,
     inputs,
     planned,
@@ -23,22 +21,8 @@ from cuda_driver_fake import (
 from fi_backend.arrays import PageTable, view
 from fi_backend.arrays.cuda import CudaStep
 from fi_backend.arrays.library import stream_handle
-from fi_backend.core import kernels
 from fi_backend.core.jit.ffi import tvm_ffi
 from fi_backend.errors import PlanError
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    with faked(monkeypatch) as fake:
-        yield fake
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> Kernel:
-    fake = Kernel()
-    monkeypatch.setattr(kernels, "load_attention", lambda *_: fake)
-    return fake
 
 
 def test_another_stream_waits_for_the_upload(driver: FakeDriver) -> None:

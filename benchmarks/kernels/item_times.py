@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the warps of one launch of attention are when: item by item, what they wait for and what they do.
 
-    python benchmarks/kernels/item_times.py --only dec_const_16,pre_const --way FI_HALF_TILES=1
+    python benchmarks/kernels/item_times.py --only dec_const_16,pre_const --way FI_PDL=0
 
 Compiles attention with the define FI_MARKS=1, under which the first lane of every warp notes the time at
 every FI_MARK(control, "name") of the kernel (csrc/sm80/marks.cuh); rows are those of `fi-backend bench

@@ -47,7 +47,7 @@ class BudgetChooser {
       return estimate_share(c_, level, shape_kind(shape), tile_length(tiles, t), chunk(shape_kind(shape)),
                             cost_shift_);
     };
-    int64_t load = 0, largest = 0, large = 0;
+    int64_t load = 0, largest = 0, counts = 0;
     FI_ROLL
     for (int32_t t = first; t < num_tiles; t += kCandidateThreads) {
       const Share s = share(t);
@@ -63,10 +63,9 @@ class BudgetChooser {
     block_.sync();
     largest = warp_max64(block_, m_.largest[candidate * kGroup + lane_ % kGroup]);
     FI_ROLL
-    for (int32_t t = first; t < num_tiles; t += kCandidateThreads)
-      if (const Share s = share(t); is_large(s.cost, largest)) large += s.items;
-    large = warp_sum64(block_, large);
-    if (lane_ == 0) m_.large[warp_] = large;
+    for (int32_t t = first; t < num_tiles; t += kCandidateThreads) counts += count_items(share(t), largest);
+    counts = warp_sum64(block_, counts);
+    if (lane_ == 0) m_.counts[warp_] = counts;
     block_.sync();
     return best_candidate(ideal);
   }
@@ -86,13 +85,13 @@ class BudgetChooser {
     constexpr int kGroup = kCandidateThreads / kWarp;
     int64_t time = 0;
     if (lane_ < kNumCandidates) {
-      int64_t load = 0, largest = 0, large = 0;
+      int64_t load = 0, largest = 0, counts = 0;
       for (int w = lane_ * kGroup; w < (lane_ + 1) * kGroup; ++w) {
         load += m_.load[w];
-        large += m_.large[w];
+        counts += m_.counts[w];
         largest = m_.largest[w] > largest ? m_.largest[w] : largest;
       }
-      time = estimate_time(c_, load, largest, large);
+      time = estimate_time(c_, load, largest, counts);
     }
     int choice = 0;
     int64_t best = block_.shuffle(time, 0);

@@ -61,7 +61,7 @@ FI_DEVICE int32_t shape_rows(int32_t shape) { return shape >> 8; }
 
 template <int kWarps>
 struct BudgetMemory {
-  int64_t load[kWarps], largest[kWarps], large[kWarps];
+  int64_t load[kWarps], largest[kWarps], counts[kWarps];
   int32_t chunk[kWarps][kNumTiles];  // KV tokens of an item by query tile, each warp's own copy
 };
 

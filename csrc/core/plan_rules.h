@@ -119,13 +119,14 @@ FI_HOST_DEVICE bool has_many_tickets(const PlannerConfig& c, int64_t tiles) {
   return tiles * c.num_kv_heads >= int64_t(8) * c.num_ctas;
 }
 
-// Budgets that are compared, in quarters of the ideal share: that share first; a quarter more and twice as
-// much, since in a small batch the way of a partial state costs more than an uneven share; and half of it,
-// for large items that do not divide the CTAs leave a nearly empty last wave.
+// Budgets that are compared, in sixteenths of the ideal share: a sixteenth more than that share first, since
+// whole chunks of exactly the share are more than there are CTAs; a quarter more and twice as much, since in
+// a small batch the way of a partial state costs more than an uneven share; and half of it, for large items
+// that do not divide the CTAs leave a nearly empty last wave.
 FI_HOST_DEVICE int64_t candidate_budget(int64_t ideal, int candidate) {
-  const int64_t quarters = candidate == 0 ? 4 : candidate == 1 ? 5 : candidate == 2 ? 8 : 2;
-  if (ideal > kMaxBudget / 8) return quarters < 4 ? ideal / 2 : kMaxBudget;
-  return ceil_div(ideal * quarters, 4);
+  const int64_t sixteenths = candidate == 0 ? 17 : candidate == 1 ? 20 : candidate == 2 ? 32 : 8;
+  if (ideal > kMaxBudget / 32) return sixteenths < 16 ? ideal / 2 : kMaxBudget;
+  return ceil_div(ideal * sixteenths, 16);
 }
 
 // KV tokens of one item of this tile kind when an item may cost `budget`.
@@ -153,14 +154,22 @@ FI_HOST_DEVICE Share estimate_share(const PlannerConfig& c, TileLevel level, int
 // Whether an item counts for the waves of large ones.
 FI_HOST_DEVICE bool is_large(int64_t cost, int64_t largest) { return 4 * cost > 3 * largest; }
 
+// Summed over tiles: all items in the upper half, those that are large in the lower one.
+FI_HOST_DEVICE int64_t count_items(const Share& s, int64_t largest) {
+  return int64_t(uint64_t(s.items) << 32) + (is_large(s.cost, largest) ? s.items : 0);
+}
+
 // Estimated makespan times 4 CTAs: the average load or the waves of large items, the last of which is full
 // by chance only; waves count three quarters, since the CTAs that still read when others have ended read
-// faster. An eighth of the largest item is added, for several CTAs do not run at one speed.
-FI_HOST_DEVICE int64_t estimate_time(const PlannerConfig& c, int64_t load, int64_t largest, int64_t large) {
+// faster. An eighth of the largest item is added, for several CTAs do not run at one speed, where one of them
+// has more than one item to be late with.
+FI_HOST_DEVICE int64_t estimate_time(const PlannerConfig& c, int64_t load, int64_t largest, int64_t counts) {
+  const int64_t items = int64_t(uint64_t(counts) >> 32), large = counts & 0xffffffff;
   const int64_t waves = ceil_div(large * c.num_kv_heads, c.num_ctas);
   const int64_t average = 4 * load * c.num_kv_heads, in_waves = largest * ((3 * waves + 1) * c.num_ctas);
   const int64_t bound = in_waves - in_waves / 4;
-  return (average > bound ? average : bound) + (largest * (c.num_ctas - 1) >> 1);
+  const int64_t late = items * c.num_kv_heads <= c.num_ctas ? 0 : largest * (c.num_ctas - 1) >> 1;
+  return (average > bound ? average : bound) + late;
 }
 
 // Another budget than the ideal one has to promise one percent.

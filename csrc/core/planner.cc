@@ -98,15 +98,14 @@ Choice choose_budget(const PlannerConfig& config, int shift, const std::vector<T
     const auto share = [&](const Tile& t) {
       return estimate_share(config, t.level, t.kind, t.kv_end - t.kv_begin, chunk[t.kind], shift);
     };
-    int64_t load = 0, largest = 0, large = 0;
+    int64_t load = 0, largest = 0, counts = 0;
     for (const Tile& t : tiles) {
       const Share s = share(t);
       load += s.items * s.cost;
       largest = std::max(largest, s.cost);
     }
-    for (const Tile& t : tiles)
-      if (const Share s = share(t); is_large(s.cost, largest)) large += s.items;
-    const int64_t time = estimate_time(config, load, largest, large);
+    for (const Tile& t : tiles) counts += count_items(share(t), largest);
+    const int64_t time = estimate_time(config, load, largest, counts);
     if (is_better(time, best.time)) best = {budget, time};
   }
   return best;

@@ -10,15 +10,6 @@
 #else
 #define FI_VARIANT StandardVariant
 #endif
-// Whether the first step of a tall tile runs through the loop, beside a product of weights of zero, instead
-// of through a copy of its code.
-#if !defined(FI_ZERO_START)
-#define FI_ZERO_START 0
-#endif
-// Whether two warps share a KV tile of few rows, so that its stage is free in half of the time.
-#if !defined(FI_HALF_TILES)
-#define FI_HALF_TILES 0
-#endif
 // Programmatic dependent launch: the grid starts while the kernel before it ends (sm_90).
 #if !defined(FI_PDL)
 #define FI_PDL FI_SM90A

@@ -38,21 +38,18 @@ inline constexpr int kWideRows = 64;   // rows of one operand of wgmma
 inline constexpr int kWidenedTiles = 2;
 inline constexpr int kMaxStages = 8;
 inline constexpr int kSlots = 4;  // work items between the scheduler and the slowest consumer
-// Rows of a warp's state that are joined at once: 8, or 16 in twice the shared memory.
-#if !defined(FI_STATE_ROWS)
-#define FI_STATE_ROWS 8
-#endif
-inline constexpr int kStateRows = FI_STATE_ROWS;
-static_assert(kStateRows == 8 || kStateRows == 16);
-// Tiles whose rows the guide has found and no producer has fetched.
-inline constexpr int kRowTiles = kStateRows == 8 ? 6 : 4;
-
 // Shared memory that a block of the target may have: 227 KiB on sm_90 and sm_100, 163 on sm_80, 99 on the
 // others.
 #if !defined(FI_SHARED_KIB)
 #define FI_SHARED_KIB 227
 #endif
 inline constexpr int kMaxSharedBytes = FI_SHARED_KIB * 1024;
+
+// Rows of a warp's state that are joined at once, which take 64 KiB for heads of 128; half of them where a
+// pipeline stage more is worth more.
+inline constexpr int kStateRows = FI_SHARED_KIB >= 227 ? 16 : 8;
+// Tiles whose rows the guide has found and no producer has fetched.
+inline constexpr int kRowTiles = kStateRows == 8 ? 6 : 4;
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int min_of(int a, int b) { return a < b ? a : b; }

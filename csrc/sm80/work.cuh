@@ -85,10 +85,11 @@ __device__ __forceinline__ uint32_t full_barrier(Control& control, const Ring<kS
 template <class Traits>
 inline constexpr bool kBundles = !Traits::kInvariant && Traits::kColumnWarps == 1;
 
-// A warp takes half of the keys of a tile where there are others for the rest, or one half after the other.
+// A warp takes half of the keys of a tile where there are others for the rest, or one half after the other:
+// its stage is free in half of the time, and the code of a step is half as long.
 template <class Traits>
-inline constexpr bool kHalves = FI_HALF_TILES && Traits::kWgmma && !Traits::kInvariant &&
-                                Traits::kColumnWarps == 1 && Traits::kKvTile == 64;
+inline constexpr bool kHalves =
+    Traits::kWgmma && !Traits::kInvariant && Traits::kColumnWarps == 1 && Traits::kKvTile == 64;
 
 // Tiles that an item takes of the ring, beside its queries.
 template <class Traits>

@@ -80,7 +80,7 @@ struct Wide {
 
   // Weights as A fragments.
   template <int kN>
-  __device__ __forceinline__ static void pack(const float (&s)[kN][4], uint32_t (&weights)[kN / 2][4]) {
+  __device__ __forceinline__ static void pack(const float (&s)[kN][4], uint32_t (*weights)[4]) {
 #pragma unroll
     for (int t = 0; t < kN / 2; ++t) Consumer::weights_fragment(s, t, weights[t]);
   }
@@ -102,78 +102,50 @@ struct Wide {
     if (sum < 0.f) __trap();
   }
 
-  // All tiles of an item, the first being at `ring` of the pipeline. Where their number is odd, the first
-  // step of two has one of them: it is multiplied twice and weighs nothing the second time, since wgmma under
-  // a condition would be serialised. The product of a step with V runs beside the softmax of the next one.
+  // All tiles of an item, the first being at `ring` of the pipeline. The product of a step with V runs beside
+  // the softmax of the next one. What whole steps leave over is a step of one tile at the end.
   __device__ __forceinline__ static void attend(Consumer& x, sm80::Control& control, uint32_t stages,
                                                 Ring ring, int tiles) {
     if (tiles == 0) return;
-    const float scale = x.logit_scale();
-    const float factor = sm80::kTransform ? 1.f : scale * sm80::kLog2e;
-    float s[kStep * kTiles][4], shrink[2];
+    Attended all{x, control, stages, x.logit_scale(), x.w.kv_begin};
     uint32_t weights[kStep * kVSteps][4];
-    Step step{ring, kStep - tiles % kStep};
-    int key = x.w.kv_begin;
-    if constexpr (FI_ZERO_START) {
-      start_with_zeros(x, control, stages, step, tiles, scale, factor);
+    if (kStep > 1 && tiles < kStep) {
+      const Step<1> only{ring};
+      all.begin(only, weights);
+      all.end(only, weights);
       return;
     }
-    step.wait(control);
-    ptx::wgmma_fence();
-    start_logits(s, x, step, stages);
-    ptx::wgmma_wait<0>();
-    ptx::settle(s);
-    x.transform(key, scale, s);
-    if (step.count < kStep) leave_out(s);
-    weigh(x, factor, s, shrink);
-    pack(s, weights);
+    Step<kStep> step{ring};
+    all.begin(step, weights);
+    int left = tiles - kStep;
 #pragma unroll 1
-    for (int left = tiles - step.count; left > 0; left -= kStep) {
-      key += step.count * kKvTile;
-      const Step next{step.behind(), kStep};
-      next.wait(control);
-      ptx::wgmma_fence();
-      start_logits(s, x, next, stages);
-      start_values(x, weights, step, stages);
-      ptx::wgmma_wait<1>();
-      ptx::settle(s);
-      x.transform(key, scale, s);
-      weigh(x, factor, s, shrink);
-      hold(x.state.sum[0] + x.state.sum[1]);
-      ptx::wgmma_wait<0>();
-      ptx::settle(x.out);
-      ptx::settle(weights);
-      step.release(control, x.lane);
-      rescale(x, shrink);
-      pack(s, weights);
+    for (; left >= kStep; left -= kStep) {
+      const Step<kStep> next{step.behind()};
+      all.follow(step, next, weights);
       step = next;
     }
-    ptx::wgmma_fence();
-    start_values(x, weights, step, stages);
-    ptx::wgmma_wait<0>();
-    ptx::settle(x.out);
-    step.release(control, x.lane);
+    if (kStep > 1 && left > 0) {
+      const Step<1> last{step.behind()};
+      all.follow(step, last, weights);
+      all.end(last, weights);
+    } else {
+      all.end(step, weights);
+    }
   }
 
  private:
-  // Tiles of the pipeline that are taken together: `count` of them from `ring` on.
+  // Tiles of the pipeline that are taken together, from `ring` on.
+  template <int kCount>
   struct Step {
     Ring ring;
-    int count;
 
-    // Where tile i stands; the first one again behind the last.
     __device__ __forceinline__ Ring at(int i) const {
       Ring found = ring;
-      if (i > 0 && i < count) found.advance();
+      for (int j = 0; j < i; ++j) found.advance();
       return found;
     }
 
-    __device__ __forceinline__ Ring behind() const {
-      Ring next = ring;
-      next.advance();
-      if (count > 1) next.advance();
-      return next;
-    }
+    __device__ __forceinline__ Ring behind() const { return at(kCount); }
 
     __device__ __forceinline__ uint32_t tile(uint32_t stages, int i) const {
       return stages + at(i).at * Traits::kStageBytes;
@@ -181,7 +153,7 @@ struct Wide {
 
     __device__ __forceinline__ void wait(sm80::Control& control) const {
 #pragma unroll
-      for (int i = 0; i < kStep; ++i)
+      for (int i = 0; i < kCount; ++i)
         ptx::mbarrier_wait(sm80::full_barrier(control, at(i)), at(i).lap >> 1 & 1);
       // The copies went through the generic proxy.
       ptx::fence_async_shared();
@@ -189,75 +161,84 @@ struct Wide {
 
     __device__ __forceinline__ void release(sm80::Control& control, int lane) const {
 #pragma unroll
-      for (int i = 0; i < kStep; ++i)
-        if (i < count) ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[at(i).at]), lane);
+      for (int i = 0; i < kCount; ++i)
+        ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[at(i).at]), lane);
     }
   };
 
-  // The same by one copy of the step. Weights of zero multiply the values of the first one, which are
-  // multiplied once more as they are: whatever bytes change, they would change then.
-  __device__ __forceinline__ static void start_with_zeros(Consumer& x, sm80::Control& control,
-                                                          uint32_t stages, Step step, int tiles, float scale,
-                                                          float factor) {
-    float s[kStep * kTiles][4], shrink[2];
-    uint32_t weights[kStep * kVSteps][4] = {};
-    Step before = step;
-    int key = x.w.kv_begin;
-    bool first = true;
-#pragma unroll 1
-    for (int left = tiles; left > 0;) {
+  // The steps of an item. `weights` are those of the step before, whose product with V has not begun.
+  struct Attended {
+    using Weights = uint32_t[kStep * kVSteps][4];
+    Consumer& x;
+    sm80::Control& control;
+    uint32_t stages;
+    float scale;
+    int key;
+
+    template <int kCount>
+    __device__ __forceinline__ void begin(const Step<kCount>& step, Weights& weights) {
+      float s[kCount * kTiles][4], shrink[2];
       step.wait(control);
       ptx::wgmma_fence();
-      start_logits(s, x, step, stages);
-      start_values(x, weights, before, stages);
+      start_logits(s, step);
+      ptx::wgmma_wait<0>();
+      ptx::settle(s);
+      weigh_step(s, shrink);
+      pack(s, weights);
+    }
+
+    template <int kBefore, int kCount>
+    __device__ __forceinline__ void follow(const Step<kBefore>& before, const Step<kCount>& step,
+                                           Weights& weights) {
+      float s[kCount * kTiles][4], shrink[2];
+      step.wait(control);
+      ptx::wgmma_fence();
+      start_logits(s, step);
+      start_values(before, weights);
       ptx::wgmma_wait<1>();
       ptx::settle(s);
-      x.transform(key, scale, s);
-      if (step.count < kStep) leave_out(s);
-      weigh(x, factor, s, shrink);
+      weigh_step(s, shrink);
       hold(x.state.sum[0] + x.state.sum[1]);
       ptx::wgmma_wait<0>();
       ptx::settle(x.out);
       ptx::settle(weights);
-      if (!first) before.release(control, x.lane);
-      first = false;
+      before.release(control, x.lane);
       rescale(x, shrink);
       pack(s, weights);
-      left -= step.count;
-      key += step.count * kKvTile;
-      before = step;
-      step = Step{before.behind(), kStep};
     }
-    ptx::wgmma_fence();
-    start_values(x, weights, before, stages);
-    ptx::wgmma_wait<0>();
-    ptx::settle(x.out);
-    before.release(control, x.lane);
-  }
 
-  // The second tile of a step that has one.
-  __device__ __forceinline__ static void leave_out(float (&s)[kStep * kTiles][4]) {
-#pragma unroll
-    for (int t = kTiles; t < kStep * kTiles; ++t)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[t][e] = sm80::Variant::kSoftmax ? -INFINITY : 0.f;
-  }
+    template <int kCount>
+    __device__ __forceinline__ void end(const Step<kCount>& step, const Weights& weights) {
+      ptx::wgmma_fence();
+      start_values(step, weights);
+      ptx::wgmma_wait<0>();
+      ptx::settle(x.out);
+      step.release(control, x.lane);
+    }
 
-  __device__ __forceinline__ static void start_logits(float (&s)[kStep * kTiles][4], const Consumer& x,
-                                                      const Step& step, uint32_t stages) {
-#pragma unroll
-    for (int i = 0; i < kStep; ++i) multiply_keys(s + i * kTiles, x, step.tile(stages, i));
-    ptx::wgmma_commit();
-  }
+   private:
+    template <int kN>
+    __device__ __forceinline__ void weigh_step(float (&s)[kN][4], float (&shrink)[2]) {
+      x.transform(key, scale, s);
+      key += kN * 8;
+      weigh(x, sm80::kTransform ? 1.f : scale * sm80::kLog2e, s, shrink);
+    }
 
-  __device__ __forceinline__ static void start_values(Consumer& x,
-                                                      const uint32_t (&weights)[kStep * kVSteps][4],
-                                                      const Step& step, uint32_t stages) {
+    template <int kCount>
+    __device__ __forceinline__ void start_logits(float (&s)[kCount * kTiles][4], const Step<kCount>& step) {
 #pragma unroll
-    for (int i = 0; i < kStep; ++i)
-      multiply_values<0>(x.out, weights + i * kVSteps, step.tile(stages, i) + Traits::kKBytes);
-    ptx::wgmma_commit();
-  }
+      for (int i = 0; i < kCount; ++i) multiply_keys(s + i * kTiles, x, step.tile(stages, i));
+      ptx::wgmma_commit();
+    }
+
+    template <int kCount>
+    __device__ __forceinline__ void start_values(const Step<kCount>& step, const Weights& weights) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        multiply_values<0>(x.out, weights + i * kVSteps, step.tile(stages, i) + Traits::kKBytes);
+      ptx::wgmma_commit();
+    }
+  };
 };
 
 }  // namespace fi::sm90

@@ -23,12 +23,9 @@ from fi_backend.core.planner import CostModel
 from fi_backend.core.sharing import flat_reason
 from fi_backend.core.spec import AttentionSpec
 
-# Written and tested, off until they have been measured.
-UNMEASURED = (("FI_HALF_TILES", "1"), ("FI_STATE_ROWS", "16"), ("FI_ZERO_START", "1"))
 SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "wgmma": ("sm_90a", {"head_dim": 80}),
-    "unmeasured": ("sm_90a", {"head_dim": 80}),
-    "unmeasured, fp8": ("sm_90a", {"head_dim": 80, "kv_dtype": "float8_e4m3fn"}),
+    "two tiles a step": ("sm_90a", {"head_dim": 64}),
     "fp8, mma": ("sm_80", {"head_dim": 64, "dtype": "float16", "kv_dtype": "float8_e5m2"}),
     "mma": ("sm_80", {"head_dim": 64, "dtype": "float16"}),
     "little shared memory": ("sm_86", {"head_dim": 128}),
@@ -44,26 +41,17 @@ def layer(name: str, **options: Any) -> AttentionSpec:
     return AttentionSpec(**{"num_qo_heads": 6, "num_kv_heads": 2, "page_size": 16} | SPECS[name][1] | options)
 
 
-def defines(name: str) -> tuple[tuple[str, str], ...]:
-    return UNMEASURED if name.startswith("unmeasured") else ()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def modules() -> None:
     """Compile them side by side."""
-    jit.build_all(
-        [
-            emulator_modules.attention_module(layer(name), arch, defines(name))
-            for name, (arch, _) in SPECS.items()
-        ]
-    )
+    jit.build_all([emulator_modules.attention_module(layer(name), arch) for name, (arch, _) in SPECS.items()])
 
 
 @pytest.fixture(params=SPECS)
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A spec whose module takes the place of the CPU's."""
     monkeypatch.setattr(kernels, "_ready", set())
-    emulator_modules.install(SPECS[request.param][0], monkeypatch.setattr, defines(request.param))
+    emulator_modules.install(SPECS[request.param][0], monkeypatch.setattr)
     return request.param
 
 
@@ -87,7 +75,7 @@ def test_windows_sinks_scattered_pages_and_queues(name: str) -> None:
     check(batch(spec, q_lens, kv_lens, **fields))
 
 
-@pytest.mark.parametrize("name", ["wgmma", "mma", "wide heads", "fp8", "unmeasured"], indirect=True)
+@pytest.mark.parametrize("name", ["wgmma", "mma", "wide heads", "fp8", "two tiles a step"], indirect=True)
 def test_a_prefill_of_many_laps_of_the_ring(name: str) -> None:
     """A stage that is given back too early is overwritten under products that are still to come."""
     spec = layer(name, num_qo_heads=4, num_kv_heads=2)
@@ -114,7 +102,7 @@ def test_prefixes_read_once(name: str) -> None:
     assert state.plan.header["num_nodes"] >= 2
 
 
-@pytest.mark.parametrize("name", ["wgmma", "fp8, mma", "unmeasured"], indirect=True)
+@pytest.mark.parametrize("name", ["wgmma", "fp8, mma", "two tiles a step"], indirect=True)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (6, 2), (20, 4)])
 def test_many_short_requests_in_bundles_of_heads(name: str, heads: int, kv_heads: int) -> None:
     spec = layer(name, num_qo_heads=heads, num_kv_heads=kv_heads, page_size=16)

@@ -2,6 +2,7 @@
 // What becomes of an item: final rows, or partial states that the last item of a merge unit folds.
 #pragma once
 #include "consumer.cuh"
+#include "ptx/bulk_copy.cuh"
 
 namespace fi::sm80 {
 
@@ -126,6 +127,50 @@ __device__ __forceinline__ void finish_rows(const Consumer<Traits>& x, float (&l
   }
 }
 
+// Block n of 16 columns, as stmatrix stores it.
+template <class Traits>
+__device__ __forceinline__ void pack_block(const Consumer<Traits>& x, int n, const float (&factor)[2],
+                                           uint32_t (&block)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float (&o)[4] = x.out[2 * n + i / 2];
+    block[i] = ptx::pack2<typename Traits::T>(o[i % 2 * 2] * factor[i % 2], o[i % 2 * 2 + 1] * factor[i % 2]);
+  }
+}
+
+// Where a row of the output leaves by one bulk copy, its row in the slice is followed by 16 bytes, so that
+// eight rows lie in different banks.
+template <class Traits>
+inline constexpr int kBulkPitch = Traits::kWarpColumns * 2 + 16;
+template <class Traits>
+inline constexpr bool kBulkRows = Traits::kWgmma && !Traits::kFp8 && Traits::kColumnWarps == 1 &&
+                                  !kWideHeads<Traits> && 16 * kBulkPitch<Traits> <= Traits::kSliceBytes;
+
+// Sixteen normalised rows of a warp, each copied by the lane of its number. The slice may be written again
+// once that lane has waited.
+template <class Traits>
+__device__ __forceinline__ void store_rows_in_bulk(const Consumer<Traits>& x, const float (&factor)[2]) {
+  using T = typename Traits::T;
+  const AttentionParams& p = x.p;
+  const Work& w = x.w;
+  const uint32_t slice = ptx::shared_address(x.slice);
+  const uint32_t to = slice + x.lane % 16 * kBulkPitch<Traits> + (x.lane >> 4) * 16;
+#pragma unroll
+  for (int n = 0; n < Consumer<Traits>::kBlocks; ++n) {
+    uint32_t block[4];
+    pack_block(x, n, factor, block);
+    ptx::stmatrix_x4(to + n * 32, block);
+  }
+  ptx::fence_async_shared();
+  __syncwarp();
+  const int row = x.group * 16 + x.lane;
+  if (x.lane < 16 && row < w.q_rows)
+    ptx::bulk_store(static_cast<T*>(p.out) + row_offset(p, x.c, w.token_begin, w.q_begin + row, x.kv_head(),
+                                                        p.out_stride_token, p.out_stride_head),
+                    slice + x.lane * kBulkPitch<Traits>, Traits::kWarpColumns * 2);
+  ptx::bulk_commit();
+}
+
 // Final rows of one warp go through its slice to leave as whole 16-byte chunks.
 template <class Traits>
 __device__ __forceinline__ void store_final(Consumer<Traits>& x, float (&lse)[2], float (&factor)[2]) {
@@ -141,16 +186,13 @@ __device__ __forceinline__ void store_final(Consumer<Traits>& x, float (&lse)[2]
       if (const int row = x.row_of(r); row < w.q_rows)
         transform_columns(x, r, row_index(p, x.c, w, w.q_begin + row, x.kv_head()), lse[r], factor[r]);
   }
+  if constexpr (kBulkRows<Traits>) return store_rows_in_bulk(x, factor);
   if constexpr (kMovesRegisters && !Traits::kFp8) {
     const uint32_t to = x.matrix_base();
 #pragma unroll
     for (int n = 0; n < Consumer<Traits>::kBlocks; ++n) {
       uint32_t block[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&o)[4] = x.out[2 * n + i / 2];
-        block[i] = ptx::pack2<T>(o[i % 2 * 2] * factor[i % 2], o[i % 2 * 2 + 1] * factor[i % 2]);
-      }
+      pack_block(x, n, factor, block);
       ptx::stmatrix_x4(chunk_pair(to, 16, n), block);
     }
   } else {
@@ -337,6 +379,7 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
     return shared + (warp / Traits::kColumnWarps) * Traits::kSliceBytes +
            x.column_warp * (Traits::kSliceBytes / Traits::kColumnWarps);
   };
+  const auto source = [&](int m) { return first_warp + m * Traits::kColumnWarps; };
   const auto chunk_at = [](int row, int chunk) { return row * kRowFloats + ((chunk ^ (row & 3)) << 2); };
   // Where all other items of a unit have arrived, its last state need not go through memory.
   constexpr bool kFinishes = kComposes<Traits> && Traits::kColumnWarps == 1;
@@ -348,19 +391,25 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
   if (may_finish && leads_place) arrived = ptx::load_acquire(counter);
   bool finishes = false;
   const auto put_rows = [&](int r) {
-    float* slice = reinterpret_cast<float*>(x.own_slice());
     const int row = x.lane / 4 + (kStateRows > 8 ? r * 8 : 0);
     const float sum = quad_sum(x.state.sum[r]);
     if (x.lane % 4 == 0) control.stats[x.warp][row] = make_float2(x.state.max[r], sum);
+    // Blocks of 16 columns follow each other at one distance, in whose chunks chunk_at() changes the lower
+    // bits.
+    float* slice = reinterpret_cast<float*>(x.own_slice());
+    if constexpr (Traits::kFp8) {
+      float* to = slice + chunk_at(row, x.lane % 4);
 #pragma unroll
-    for (int n = 0; n < Consumer<Traits>::kBlocks; ++n) {
-      if constexpr (Traits::kFp8) {
-        *reinterpret_cast<float4*>(slice + chunk_at(row, n * 4 + x.lane % 4)) = four_columns(x, n, r);
-      } else {
+      for (int n = 0; n < Consumer<Traits>::kBlocks; ++n)
+        *reinterpret_cast<float4*>(to + n * 16) = four_columns(x, n, r);
+    } else {
+      float* left = slice + chunk_at(row, x.lane % 4 / 2) + x.lane % 2 * 2;
+      float* right = slice + chunk_at(row, 2 + x.lane % 4 / 2) + x.lane % 2 * 2;
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-          *reinterpret_cast<float2*>(slice + chunk_at(row, n * 4 + h * 2 + x.lane % 4 / 2) + x.lane % 2 * 2) =
-              make_float2(x.out[2 * n + h][2 * r], x.out[2 * n + h][2 * r + 1]);
+      for (int n = 0; n < Consumer<Traits>::kBlocks; ++n) {
+        *reinterpret_cast<float2*>(left + n * 16) = make_float2(x.out[2 * n][2 * r], x.out[2 * n][2 * r + 1]);
+        *reinterpret_cast<float2*>(right + n * 16) =
+            make_float2(x.out[2 * n + 1][2 * r], x.out[2 * n + 1][2 * r + 1]);
       }
     }
   };
@@ -383,31 +432,23 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
       finishes = *static_cast<volatile int32_t*>(&control.place_arrived[x.warp - x.member]);
     for (int i = x.member * 32 + x.lane; i < rows * kVectors; i += threads) {
       const int out_row = i / kVectors, vector = i % kVectors;
-      // Unrolled over as many warps as there can be, so that all reads are under way together.
-      float2 stat[Traits::kMaxGroups];
-      float4 o[Traits::kMaxGroups];
+      // Loops of few instructions: unrolled over all warps, fetching the code took longer than reading the
+      // states.
       float top = -INFINITY;
-#pragma unroll
-      for (int m = 0; m < Traits::kMaxGroups; ++m) {
-        const int source = first_warp + m * Traits::kColumnWarps;
-        stat[m] = make_float2(-INFINITY, 0.f);
-        o[m] = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (m >= active) continue;
-        stat[m] = control.stats[source][out_row];
-        o[m] = *reinterpret_cast<const float4*>(states_of(source) + chunk_at(out_row, vector) * 4);
-      }
-#pragma unroll
-      for (int m = 0; m < Traits::kMaxGroups; ++m) top = fmaxf(top, stat[m].x);
+#pragma unroll 2
+      for (int m = 0; m < active; ++m) top = fmaxf(top, control.stats[source(m)][out_row].x);
       const float base = top == -INFINITY ? 0.f : top;
       float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
       float total = 0.f;
-#pragma unroll
-      for (int m = 0; m < Traits::kMaxGroups; ++m) {
-        if (m >= active) continue;
-        const float weight = Variant::kSoftmax ? ptx::exp2_approx(stat[m].x - base) : 1.f;
-        total = fmaf(stat[m].y, weight, total);
-        acc = make_float4(fmaf(o[m].x, weight, acc.x), fmaf(o[m].y, weight, acc.y),
-                          fmaf(o[m].z, weight, acc.z), fmaf(o[m].w, weight, acc.w));
+#pragma unroll 2
+      for (int m = 0; m < active; ++m) {
+        const float2 stat = control.stats[source(m)][out_row];
+        const float4 o =
+            *reinterpret_cast<const float4*>(states_of(source(m)) + chunk_at(out_row, vector) * 4);
+        const float weight = Variant::kSoftmax ? ptx::exp2_approx(stat.x - base) : 1.f;
+        total = fmaf(stat.y, weight, total);
+        acc = make_float4(fmaf(o.x, weight, acc.x), fmaf(o.y, weight, acc.y), fmaf(o.z, weight, acc.z),
+                          fmaf(o.w, weight, acc.w));
       }
       float lse, inverse;
       finish_state(top, total, lse, inverse);

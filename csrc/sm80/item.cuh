@@ -235,6 +235,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchCo
     ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     const Work& w = control.slots[slot.at];
     FI_MARK(control, "item");
+    if constexpr (Traits::kWgmma) ptx::bulk_wait_read();  // the slices are written again, or given back
     if (w.item < 0) return;
     const int tiles = ring_tiles<Traits>(w);
     bool finished = false;

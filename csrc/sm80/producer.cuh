@@ -11,7 +11,7 @@ namespace fi::sm80 {
 
 // Tiles of an item that the producers still have to bring when the next item is drawn: late, because items
 // are balanced by who is idle first, but early enough to hide three dependent reads.
-inline constexpr int kDrawAhead = 6;
+inline constexpr int kDrawAhead = 9;
 // Items of composed requests that have so few tiles altogether are drawn one after another: each takes longer
 // to find than to read.
 inline constexpr int kSmallTiles = 3;

@@ -187,6 +187,13 @@ class Machine {
     if (queue.empty()) block->copying.push_back(thread);
     queue.push_back(c);
   }
+  // Lets all copies of this thread land.
+  void land_own() {
+    auto& queue = block->copies[size_t(thread)];
+    if (queue.empty()) return;
+    land(queue, queue.size());
+    std::erase(block->copying, thread);
+  }
 
  private:
   friend struct Block;
@@ -230,13 +237,9 @@ class Machine {
     return any;
   }
 
-  // Lets some copies of one thread land. Returns false where there are none.
-  bool land(Block& b) {
-    if (b.copying.empty()) return false;
-    block = &b;
-    const size_t pick = random(uint32_t(b.copying.size()));
-    auto& queue = b.copies[size_t(b.copying[pick])];
-    for (uint32_t n = 1 + random(16); n > 0 && !queue.empty(); --n) {
+  // Lets the first `count` copies of a thread land, or all that there are.
+  void land(std::deque<Copy>& queue, size_t count) {
+    for (; count > 0 && !queue.empty(); --count) {
       const Copy c = queue.front();
       queue.pop_front();
       if (c.barrier) {
@@ -246,6 +249,15 @@ class Machine {
         std::memcpy(c.to, c.from, c.bytes);
       }
     }
+  }
+
+  // Lets some copies of one thread land. Returns false where there are none.
+  bool land(Block& b) {
+    if (b.copying.empty()) return false;
+    block = &b;
+    const size_t pick = random(uint32_t(b.copying.size()));
+    auto& queue = b.copies[size_t(b.copying[pick])];
+    land(queue, 1 + random(16));
     if (queue.empty()) {
       b.copying[pick] = b.copying.back();
       b.copying.pop_back();

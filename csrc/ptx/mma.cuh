@@ -38,6 +38,15 @@ __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
   }
 }
 
+// What pack2 has made of floats, as floats.
+template <typename T>
+__device__ __forceinline__ float2 unpack2(uint32_t x) {
+  if constexpr (__is_same(T, __nv_bfloat16))
+    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+  else
+    return __half22float2(reinterpret_cast<const __half2&>(x));
+}
+
 // ex2.approx.ftz.f32: relative error 2^-22.5, ex2(-inf) = 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -1,11 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 // The persistent kernel: one CTA an SM, warps specialised. Nobody waits for another CTA.
 #pragma once
+#include "first_tiles.cuh"
 #include "item.cuh"
 #include "producer.cuh"
 #include "ptx/grids.cuh"
 
 namespace fi::sm80 {
+
+// Each barrier by a thread of its own: one thread takes half a microsecond for all, at the beginning of every
+// launch.
+__device__ __forceinline__ void init_barriers(Control& control) {
+  constexpr int kCounts[] = {2 * kMaxStages, kMaxStages, kSlots, kSlots, kSlots, kRowTiles, kRowTiles};
+  constexpr int kArrivals[] = {kProducers,
+                               kConsumerWarps * ptx::kArrivalsOfWarp,
+                               1,
+                               (kConsumerWarps + kProducerWarps + 1) * ptx::kArrivalsOfWarp,
+                               1,
+                               ptx::kArrivalsOfWarp,
+                               kProducerWarps * ptx::kArrivalsOfWarp};
+  const int at = int(threadIdx.x);
+  int end = 0, arrivals = 0;
+#pragma unroll
+  for (int i = 0; i < 7; ++i) {
+    arrivals = at >= end ? kArrivals[i] : arrivals;
+    end += kCounts[i];
+  }
+  if (at < end) ptx::mbarrier_init(ptx::shared_address(&control) + at * 8, arrivals);
+}
 
 template <class Traits>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -20,23 +42,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x % 32 == 0) control.marks[threadIdx.x / 32] = 0;
 #endif
   FI_MARK(control, "begun");
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < Traits::kStages; ++i) {
-      for (int lap = 0; lap < 2; ++lap)
-        ptx::mbarrier_init(ptx::shared_address(&control.full[lap][i]), kProducers);
-      ptx::mbarrier_init(ptx::shared_address(&control.empty[i]), kConsumerWarps * ptx::kArrivalsOfWarp);
-    }
-    for (int i = 0; i < kSlots; ++i) {
-      ptx::mbarrier_init(ptx::shared_address(&control.slot_full[i]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&control.draw[i]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&control.slot_empty[i]),
-                         (kConsumerWarps + kProducerWarps + 1) * ptx::kArrivalsOfWarp);
-    }
-    for (int i = 0; i < kRowTiles; ++i) {
-      ptx::mbarrier_init(ptx::shared_address(&control.rows_full[i]), ptx::kArrivalsOfWarp);
-      ptx::mbarrier_init(ptx::shared_address(&control.rows_empty[i]), kProducerWarps * ptx::kArrivalsOfWarp);
-    }
-  }
+  init_barriers(control);
   __syncthreads();
 #if FI_PDL
   ptx::wait_for_grids();
@@ -45,6 +51,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / 32;
   if (warp < kConsumerWarps) {
     if constexpr (kMovesRegisters) ptx::take_registers<kConsumerRegisters>();
+    if constexpr (FI_WARM_TILES) warm_first_tiles<Traits>(p, c);
     consume<Traits>(p, c, control, shared, stages);
     return;
   }

@@ -10,6 +10,19 @@
 #else
 #define FI_VARIANT StandardVariant
 #endif
+// Whether tiles of at most eight rows multiply values by what their weights are rounded by, too.
+#if !defined(FI_FEW_ROWS)
+#define FI_FEW_ROWS 0
+#endif
+// Whether consumers bring the keys of a CTA's first tiles into the L2 cache while its first item is worked
+// out.
+#if !defined(FI_WARM_TILES)
+#define FI_WARM_TILES 0
+#endif
+// Whether the queries of tiles below 128 rows go from memory to fragments, not through the ring.
+#if !defined(FI_READS_FRAGMENTS)
+#define FI_READS_FRAGMENTS 0
+#endif
 // Programmatic dependent launch: the grid starts while the kernel before it ends (sm_90).
 #if !defined(FI_PDL)
 #define FI_PDL FI_SM90A

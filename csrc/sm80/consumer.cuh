@@ -17,6 +17,15 @@ __device__ __forceinline__ uint32_t chunk_pair(uint32_t base, int rows, int pair
   return (base ^ uint32_t((pair & 3) << 5)) + uint32_t((pair >> 2) * rows * kRowBytes);
 }
 
+// Tiles of at most eight rows leave half of what a warp multiplies empty. Their second halves take what the
+// rounding of the weights leaves over, so that values meet weights of twice the bits at no further product.
+template <class Traits>
+inline constexpr bool kFewRows = FI_FEW_ROWS && !Traits::kInvariant;
+template <class Traits>
+__device__ __forceinline__ bool has_few_rows(const Work& w) {
+  return kFewRows<Traits> && w.tile_log2 <= 4 && w.q_rows <= 8;
+}
+
 __device__ __forceinline__ int row_groups_log2(const Work& w) { return max(w.tile_log2 - 4, 0); }
 __device__ __forceinline__ int row_groups(const Work& w) { return 1 << row_groups_log2(w); }
 
@@ -102,7 +111,11 @@ struct Consumer {
     member = pair & (members - 1);
     inner_begin = max(w.lo, Variant::visible_keys(p, w.last, w.kv_end).begin);
     inner_end = min(w.kv_end, Variant::visible_keys(p, w.first, w.kv_end).end);
-    if (!(kRingQueries<Traits> && w.query_tiles)) load_queries();
+    if constexpr (kReadsFragments<Traits>) {
+      if (!w.query_tiles) read_queries();
+    } else {
+      if (!(kRingQueries<Traits> && w.query_tiles)) load_queries();
+    }
     clear();
   }
 
@@ -112,6 +125,37 @@ struct Consumer {
 #pragma unroll
       for (int e = 0; e < 4; ++e) out[n][e] = 0.f;
     state = RowState{};
+  }
+
+  // Sixteen rows from global memory straight to fragments, those that do not exist as zeros. A fragment of
+  // fp8 keys holds four neighbours a lane, so the columns of Q are permuted alike.
+  __device__ __forceinline__ void read_queries() {
+    constexpr int kMine = Traits::kFp8 ? 4 : 2;  // neighbouring elements of a lane
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int packed = w.q_begin + row_of(r);
+      int token = c.group.divide(packed);
+      const int head = kv_head() * p.group + packed - token * p.group;
+      bool exists = row_of(r) < w.q_rows;
+      if (kComposes<Traits> && w.tokens >= 0 && exists) {
+        token = node_token(p, w, token);
+        exists = token >= 0;
+      }
+      const T* row = static_cast<const T*>(p.q) + lane % 4 * kMine;
+      if (exists) row += int64_t(w.token_begin + token) * p.q_stride_token + int64_t(head) * p.q_stride_head;
+#pragma unroll
+      for (int step = 0; step < kQSteps; ++step) {
+        uint2 pair = make_uint2(0, 0);
+        if (exists && Traits::kFp8) {
+          pair = __ldg(reinterpret_cast<const uint2*>(row + step * 16));
+        } else if (exists) {
+          pair.x = __ldg(reinterpret_cast<const uint32_t*>(row + step * 16));
+          pair.y = __ldg(reinterpret_cast<const uint32_t*>(row + step * 16 + 8));
+        }
+        q[step][r] = pair.x;
+        q[step][r + 2] = pair.y;
+      }
+    }
   }
 
   // Sixteen rows from global memory to the slice, those that do not exist as zeros; warps that share them
@@ -296,13 +340,13 @@ struct Consumer {
   }
 
   // Masks and transforms the logits of keys key_begin .. key_begin + 8 kN - 1.
-  template <int kN>
+  template <int kRows = 2, int kN>
   __device__ __forceinline__ void transform(int key_begin, float scale, float (&s)[kN][4]) const {
     const bool edge = key_begin < inner_begin || key_begin + kN * 8 > inner_end || kMask;
     if (!edge && !kTransform) return;
     const int first_key = key_begin + (lane % 4) * 2;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       const int packed = w.q_begin + row_of(r);
       LogitIndex i;
       i.request = w.request;
@@ -330,10 +374,11 @@ struct Consumer {
   }
 
   // Turns logits into weights and shrinks the output so far by as much as the maximum grew.
-  template <int kN>
+  template <int kRows, int kN>
   __device__ __forceinline__ void weigh(float scale, float (&s)[kN][4]) {
     float shrink[2];
-    state.template update<Weight>(scale, s, shrink);
+    state.template update<Weight, kRows>(scale, s, shrink);
+    if constexpr (kRows == 1) shrink[1] = shrink[0];
     // Later tiles rarely hold a new maximum; a factor of 1 changes nothing.
     if (!__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) return;
 #pragma unroll
@@ -342,27 +387,43 @@ struct Consumer {
       for (int e = 0; e < 4; ++e) out[n][e] *= shrink[e / 2];
   }
 
-  // Weights of 16 keys as an A fragment.
-  template <int kN>
+  // Weights of 16 keys as an A fragment. Of one row: behind its weights what they are rounded by.
+  template <int kRows = 2, int kN>
   __device__ __forceinline__ static void weights_fragment(const float (&s)[kN][4], int step,
                                                           uint32_t (&a)[4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float (&f)[4] = s[2 * step + half];
       a[2 * half] = ptx::pack2<Weight>(f[0], f[1]);
-      a[2 * half + 1] = ptx::pack2<Weight>(f[2], f[3]);
+      if constexpr (kRows == 2) {
+        a[2 * half + 1] = ptx::pack2<Weight>(f[2], f[3]);
+      } else if constexpr (Variant::kSoftmax) {
+        const float2 rounded = ptx::unpack2<Weight>(a[2 * half]);
+        a[2 * half + 1] = ptx::pack2<Weight>(f[0] - rounded.x, f[1] - rounded.y);
+      } else {
+        a[2 * half + 1] = 0;  // a weight may be infinite
+      }
     }
   }
 
+  // The products of the weights and of what they were rounded by.
+  __device__ __forceinline__ void join_halves() {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) out[n][e] += out[n][2 + e];
+  }
+
+  template <int kRows>
   __device__ __forceinline__ void accumulate(uint32_t v_tile, int key_begin, float scale,
                                              float (&s)[kStepTiles][4]) {
-    if constexpr (Variant::kSoftmax) weigh(scale, s);
+    if constexpr (Variant::kSoftmax) weigh<kRows>(scale, s);
     constexpr int kSteps = Traits::kFp8 ? 2 : 1;  // of 16 keys, that one ldmatrix reads
 #pragma unroll
     for (int t = 0; t < kStepTiles / 2; t += kSteps) {
       uint32_t a[kSteps][4];
 #pragma unroll
-      for (int j = 0; j < kSteps; ++j) weights_fragment(s, t + j, a[j]);
+      for (int j = 0; j < kSteps; ++j) weights_fragment<kRows>(s, t + j, a[j]);
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
         const int block = column_warp * kBlocks + n;
@@ -405,12 +466,13 @@ struct Consumer {
   }
 
   // A tile of keys at `stage` of the ring, or its keys from row `row` on.
+  template <int kRows>
   __device__ __forceinline__ void step(uint32_t stage, int row, int key_begin, float scale) {
     float s[kStepTiles][4];
     stage += row * kRowBytes;
     logits(stage, key_begin + row, s);
-    transform(key_begin + row, scale, s);
-    accumulate(stage + Traits::kKBytes, key_begin + row, kTransform ? 1.f : scale * kLog2e, s);
+    transform<kRows>(key_begin + row, scale, s);
+    accumulate<kRows>(stage + Traits::kKBytes, key_begin + row, kTransform ? 1.f : scale * kLog2e, s);
   }
 };
 

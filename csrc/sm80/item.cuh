@@ -35,8 +35,9 @@ struct GridState {
   }
 };
 
-// This warp's share of an item's tiles, the first being at `stage` of the ring.
-template <class Traits, class BeforeTile>
+// This warp's share of an item's tiles, the first being at `stage` of the ring. kRows: 1 where the second row
+// of a lane does not exist.
+template <class Traits, int kRows = 2, class BeforeTile>
 __device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, uint32_t stages,
                                        Ring<Traits::kStages> stage, int tiles, BeforeTile before_tile) {
   const int kv_begin = x.w.kv_begin;
@@ -61,9 +62,9 @@ __device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, ui
       if constexpr (kHalves<Traits>) {
 #pragma unroll 1
         for (int half = shared ? x.member & 1 : 0; half < 2; half += 1 + shared)
-          x.step(tile, half * (Traits::kKvTile / 2), key_begin, scale);
+          x.template step<kRows>(tile, half * (Traits::kKvTile / 2), key_begin, scale);
       } else {
-        x.step(tile, 0, key_begin, scale);
+        x.template step<kRows>(tile, 0, key_begin, scale);
       }
     }
     // The ring waits for as many arrivals as there are warps; a tile is read by fewer of them.
@@ -139,7 +140,12 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
     }
   }
   FI_MARK(control, "queries");
-  attend<Traits>(x, control, stages, first, tiles, [](int) {});
+  if (has_few_rows<Traits>(w)) {
+    attend<Traits, kFewRows<Traits> ? 1 : 2>(x, control, stages, first, tiles, [](int) {});
+    x.join_halves();
+  } else {
+    attend<Traits>(x, control, stages, first, tiles, [](int) {});
+  }
   FI_MARK(control, "attended");
   if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
   if (x.in_bundle()) {

@@ -141,7 +141,8 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
         exact_work<Traits>(p, c, item, kv_head, w);
         w.heads_log2 = bundled_heads<Traits>(w, heads_log2);
         // Consumers are idle before the first tile, and producers are not.
-        if (first && 1 << w.tile_log2 < kMaxQueryTile) w.query_tiles = 0;
+        const bool narrow = 1 << w.tile_log2 < kMaxQueryTile;
+        if (kReadsFragments<Traits> ? first || narrow : first && narrow) w.query_tiles = 0;
       }
       heads_left = 1 << heads_log2;
       first = false;

@@ -55,11 +55,12 @@ struct RowState {
 
   // Turns logits into weights and returns the factors by which the outputs so far shrink. Both rows of the
   // lane go through each stage together, so that shuffles and exponentials of one hide behind the other's.
-  template <typename Weight, int kTiles>
+  // kRows: 1 where the second row does not exist.
+  template <typename Weight, int kRows = 2, int kTiles>
   __device__ __forceinline__ void update(float scale, float (&s)[kTiles][4], float (&shrink)[2]) {
-    float top[2];
+    float top[kRows];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       top[r] = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
 #pragma unroll
       for (int t = 1; t < kTiles; ++t) top[r] = fmaxf(top[r], fmaxf(s[t][2 * r], s[t][2 * r + 1]));
@@ -67,10 +68,10 @@ struct RowState {
 #pragma unroll
     for (int step = 1; step <= 2; ++step)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], step));
-    hold_maxima(top[0], top[1]);
+      for (int r = 0; r < kRows; ++r) top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], step));
+    hold_maxima(top[0], top[kRows - 1]);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       constexpr float kBits = kWeightBits<Weight>;
       top[r] = fmaxf(max[r], kBits > 0.f ? __fmaf_ru(top[r], scale, -kBits) : top[r] * scale);
       const float base = top[r] == -INFINITY ? 0.f : top[r];

@@ -36,10 +36,11 @@ struct Work {
 };
 
 struct Control {
+  // Barriers first, in the order of init_barriers().
   uint64_t full[2][kMaxStages], empty[kMaxStages];
   uint64_t slot_full[kSlots], slot_empty[kSlots];
-  uint64_t rows_full[kRowTiles], rows_empty[kRowTiles];
   uint64_t draw[kSlots];  // the producers are nearly through with the item
+  uint64_t rows_full[kRowTiles], rows_empty[kRowTiles];
   int32_t arrived;
 #if FI_MARKS
   int32_t marks[kMarkedWarps];
@@ -103,6 +104,11 @@ template <class Traits>
 inline constexpr bool kRingQueries =
     Traits::kQInRegisters && !Traits::kInvariant && !Traits::kFp8 && !Variant::kTransformsQuery &&
     tile_bytes(kMaxQueryTile, Traits::kHeadDim * 2) <= Traits::kStageBytes;
+
+// Otherwise, for tiles of few rows, consumers read fragments as they lie in memory: a stage more is left for keys.
+template <class Traits>
+inline constexpr bool kReadsFragments = FI_READS_FRAGMENTS && Traits::kQInRegisters && !Traits::kInvariant &&
+                                        !Variant::kTransformsQuery && !kWidenedView<Traits>;
 
 // Rows of that tile: sixteen for each head of a bundle.
 __device__ __forceinline__ int query_tile_rows(const Work& w) {

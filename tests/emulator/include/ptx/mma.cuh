@@ -42,6 +42,11 @@ uint32_t pack2(float lo, float hi) {
   return uint32_t(emulator::bits_of(T(lo))) | uint32_t(emulator::bits_of(T(hi))) << 16;
 }
 
+template <typename T>
+float2 unpack2(uint32_t x) {
+  return {element<T>(x, 0), element<T>(x, 1)};
+}
+
 inline float exp2_approx(float x) { return exp2f(x); }
 
 }  // namespace fi::ptx

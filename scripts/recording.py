@@ -9,19 +9,27 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from fi_backend.benchmarks.record import gpu_driver, without_folders
+
 
 def circumstances(engine: str = "vllm") -> dict[str, Any]:
-    """Return date, GPU, versions and command line of this process. engine: the package that serves."""
+    """Return date, GPU, driver, versions and command line of this process.
+
+    engine: the package that serves.
+    """
     import torch
 
     served_by = importlib.import_module(engine)
+    on_gpu = torch.cuda.is_available()
+    command = " ".join(["python", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "gpu": torch.cuda.get_device_name() if on_gpu else "cpu",
+        **({"driver": gpu_driver()} if on_gpu else {}),
         "versions": {
             "python": sys.version.split()[0],
             "torch": torch.__version__,
             engine: served_by.__version__,
         },
-        "command": " ".join(["python", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": without_folders(command),
     }

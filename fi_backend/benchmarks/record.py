@@ -54,13 +54,13 @@ def gpu_provenance(device: torch.device) -> dict[str, Any]:
     return {
         "date": known["date"],
         "gpu": known["host"],
-        "driver": _driver(),
+        "driver": gpu_driver(),
         "versions": {"fi-backend": fi_backend.__version__, **known["versions"], "cuda": torch.version.cuda},
         "command": known["command"],
     }
 
 
-def _driver() -> str:
+def gpu_driver() -> str:
     """Return the driver's version, or "unknown" where nvidia-smi does not tell it."""
     tool = shutil.which("nvidia-smi")
     if tool is None:

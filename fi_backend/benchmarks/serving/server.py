@@ -57,6 +57,7 @@ class Server:
 
     def __enter__(self) -> Server:
         """Start the server and wait until it answers; raises ServerError otherwise."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             # A group of its own, so that the engine's processes can be ended with it.
             self._process = subprocess.Popen(

@@ -105,7 +105,8 @@ inline constexpr bool kRingQueries =
     Traits::kQInRegisters && !Traits::kInvariant && !Traits::kFp8 && !Variant::kTransformsQuery &&
     tile_bytes(kMaxQueryTile, Traits::kHeadDim * 2) <= Traits::kStageBytes;
 
-// Otherwise, for tiles of few rows, consumers read fragments as they lie in memory: a stage more is left for keys.
+// Otherwise, for tiles of few rows, consumers read fragments as they lie in memory: a stage more is left for
+// keys.
 template <class Traits>
 inline constexpr bool kReadsFragments = FI_READS_FRAGMENTS && Traits::kQInRegisters && !Traits::kInvariant &&
                                         !Variant::kTransformsQuery && !kWidenedView<Traits>;

@@ -43,7 +43,10 @@ __device__ __forceinline__ void warm_cache(const AttentionParams& p, const Launc
     }
     const char* q = static_cast<const char*>(p.q) +
                     2 * (int64_t(w.token_begin + token) * p.q_stride_token + int64_t(head) * p.q_stride_head);
-    for (int at = 0; at < Traits::kHeadDim * 2; at += kLine) ptx::prefetch_l2(q + at);
+    // Fragments are read from there; tiles under way pass L1 by.
+    const bool near = kReadsFragments<Traits> && 1 << w.tile_log2 < kMaxQueryTile;
+    for (int at = 0; at < Traits::kHeadDim * 2; at += kLine)
+      near ? ptx::prefetch_l1(q + at) : ptx::prefetch_l2(q + at);
   }
 }
 
@@ -83,6 +86,9 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
                                          Control& control) {
   const int lane = threadIdx.x % 32;
   const auto* header = reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header);
+  // Beside the header, which says whether there is such an item, instead of behind it.
+  if constexpr (FI_WARM_TILES)
+    ptx::prefetch_l1(p.plan + p.layout.items + int64_t(c.num_kv_heads.divide(blockIdx.x)) * sizeof(WorkItem));
   const auto* queue = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_begin);
   const auto* entries = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_entries);
   const bool queued = header->num_queues > 0;

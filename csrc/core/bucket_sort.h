@@ -8,8 +8,13 @@ namespace fi {
 
 template <int kWarps, int kBuckets>
 struct BucketSortMemory {
+  // A byte a warp, of which there are at most 32.
+  struct alignas(16) Ranks {
+    static constexpr int kWords = (kWarps + 15) / 16 * 4;
+    uint32_t word[kWords];
+  };
   alignas(16) uint32_t position[kBuckets];  // where the next key of a bucket goes
-  uint32_t rank[kWarps][kBuckets];          // of a round: keys of a warp in a bucket
+  Ranks rank[kBuckets];                     // of a round: keys of a warp in a bucket
 };
 
 template <class Block, int kBits>
@@ -30,21 +35,19 @@ class BucketSort {
   // Before the first barrier.
   FI_DEVICE void clear() {
     FI_ROLL
-    for (int i = block_.thread(); i < kBuckets; i += Block::kThreads) m_.position[i] = 0;
-    clear_rank();
+    for (int i = block_.thread(); i < kBuckets; i += Block::kThreads) {
+      m_.position[i] = 0;
+      m_.rank[i] = {};
+    }
   }
 
-  FI_DEVICE void clear_rank() {
-    FI_ROLL
-    for (int i = lane_; i < kBuckets; i += kWarp) m_.rank[warp_][i] = 0;
-  }
-
-  // Called by whole warps. One ballot a bit: a match instruction takes longer.
+  // Called by whole warps. One ballot a bit in which valid keys differ: a match instruction takes longer.
   FI_DEVICE Key key(int bucket, bool valid) {
     Key k{bucket, block_.ballot(valid), valid};
+    const int common = block_.shuffle(bucket, lowest_bit(k.peers));
     FI_ROLL
-    for (int bit = 0; bit < kBits; ++bit) {
-      const bool set = bucket >> bit & 1;
+    for (uint32_t left = block_.warp_or(valid ? uint32_t(bucket ^ common) : 0); left; left &= left - 1) {
+      const bool set = bucket >> lowest_bit(left) & 1;
       const uint32_t with = block_.ballot(set);
       k.peers &= set ? with : ~with;
     }
@@ -56,7 +59,7 @@ class BucketSort {
     if (!leads(k)) return;
     const auto keys = uint32_t(count_bits(k.peers));
     block_.add(&m_.position[k.bucket], keys);
-    if (first_round) m_.rank[warp_][k.bucket] = keys;
+    if (first_round) set_rank(k.bucket, keys);
   }
 
   // When all keys are counted, by one warp, neighbouring buckets a lane. Has a barrier before and behind it.
@@ -85,8 +88,16 @@ class BucketSort {
   FI_DEVICE uint32_t place(const Key& k) {
     if (!k.valid) return 0;
     uint32_t at = m_.position[k.bucket] + uint32_t(count_bits(k.peers & lower_lanes()));
-    FI_ROLL
-    for (int w = 0; w < warp_; ++w) at += m_.rank[w][k.bucket];
+    const Ranks ranks = m_.rank[k.bucket];
+    FI_UNROLL
+    for (int w = 0; w < Ranks::kWords; ++w) {
+      // The bytes of the warps before.
+      const int bytes = warp_ - 4 * w;
+      at = add_bytes(bytes <= 0   ? 0
+                     : bytes >= 4 ? ranks.word[w]
+                                  : ranks.word[w] & ((1u << 8 * bytes) - 1),
+                     at);
+    }
     return at;
   }
 
@@ -96,17 +107,21 @@ class BucketSort {
     FI_ROLL
     for (int b = block_.thread(); b < kBuckets; b += Block::kThreads) {
       FI_ROLL
-      for (int w = 0; w < kWarps; ++w) {
-        m_.position[b] += m_.rank[w][b];
-        m_.rank[w][b] = 0;
-      }
+      for (int w = 0; w < Ranks::kWords; ++w) m_.position[b] = add_bytes(m_.rank[b].word[w], m_.position[b]);
+      m_.rank[b] = {};
     }
     block_.sync();
-    if (leads(k)) m_.rank[warp_][k.bucket] = uint32_t(count_bits(k.peers));
+    if (leads(k)) set_rank(k.bucket, uint32_t(count_bits(k.peers)));
     block_.sync();
   }
 
  private:
+  using Ranks = typename Memory::Ranks;
+
+  // The first of four bytes is the lowest one.
+  FI_DEVICE void set_rank(int bucket, uint32_t keys) {
+    reinterpret_cast<uint8_t*>(m_.rank[bucket].word)[warp_] = uint8_t(keys);
+  }
   FI_DEVICE uint32_t lower_lanes() const { return (1u << lane_) - 1; }
   FI_DEVICE bool leads(const Key& k) const { return k.valid && (k.peers & lower_lanes()) == 0; }
 

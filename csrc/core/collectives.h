@@ -30,6 +30,16 @@ FI_DEVICE int lowest_bit(uint32_t v) {
 #endif
 }
 
+// `sum` and the four bytes of a word.
+FI_DEVICE uint32_t add_bytes(uint32_t word, uint32_t sum) {
+#if defined(__CUDA_ARCH__)
+  return __dp4a(word, 0x01010101u, sum);
+#else
+  for (; word; word >>= 8) sum += word & 0xff;
+  return sum;
+#endif
+}
+
 // The same value, of which a compiler knows nothing before: what follows from it is computed where it is used
 // instead of ahead of a loop, on the way of those who never use it.
 FI_DEVICE int32_t only_here(int32_t v) {
@@ -123,20 +133,22 @@ class Collectives {
   template <int N>
   FI_DEVICE void exclusive_scan(uint32_t (&v)[N], uint32_t (&total)[N]) {
     static_assert(N <= kFields);
-    uint32_t own[N];
-    bool many = false;
+    uint32_t own[N], bits = 0;
     FI_UNROLL
     for (int k = 0; k < N; ++k) {
       own[k] = v[k];
-      many |= v[k] > 1;
+      bits |= v[k];
     }
-    // Mostly each value is 0 or 1: no request has several tiles, no tile several items.
-    if (block_.ballot(many)) {
-      add_lanes_before(block_, v);
-    } else {
+    bits = block_.warp_or(bits);
+    if (bits <= 1) {
+      // No request has several tiles, no tile several items.
       FI_UNROLL
       for (int k = 0; k < N; ++k)
         v[k] = uint32_t(count_bits(block_.ballot(v[k]) & (~0u >> (kWarp - 1 - lane_))));
+    } else if (N > 1 && bits < kHalfWord / kWarp) {
+      add_small_lanes_before(v);
+    } else {
+      add_lanes_before(block_, v);
     }
     FI_UNROLL
     for (int k = 0; k < N; ++k) {
@@ -170,6 +182,27 @@ class Collectives {
   }
 
  private:
+  static constexpr uint32_t kHalfWord = 1 << 16;
+
+  // Values whose sums fit half a word, two at once.
+  template <int N>
+  FI_DEVICE void add_small_lanes_before(uint32_t (&v)[N]) {
+    constexpr int kWords = (N + 1) / 2;
+    uint32_t word[kWords];
+    FI_UNROLL
+    for (int k = 0; k < kWords; ++k) word[k] = v[2 * k] | (2 * k + 1 < N ? v[2 * k + 1] * kHalfWord : 0);
+    FI_ROLL
+    for (int d = 1; d < kWarp; d *= 2) {
+      FI_UNROLL
+      for (int k = 0; k < kWords; ++k) {
+        const uint32_t left = block_.shuffle_up(word[k], d);
+        if (lane_ >= d) word[k] += left;
+      }
+    }
+    FI_UNROLL
+    for (int k = 0; k < N; ++k) v[k] = k % 2 ? word[k / 2] / kHalfWord : word[k / 2] % kHalfWord;
+  }
+
   Block& block_;
   Slots& slots_;
   const int warp_, lane_;

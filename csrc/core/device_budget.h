@@ -73,9 +73,15 @@ class BudgetChooser {
   // KV tokens of an item of this tile kind.
   FI_DEVICE int32_t chunk(int kind) const { return m_.chunk[warp_][kind]; }
 
+  // The same that the last warp has set, a barrier before; of kNumTiles the least one.
+  FI_DEVICE int32_t last_warps_chunk(int kind) const { return m_.chunk[kWarps - 1][kind]; }
+
   FI_DEVICE void set_chunks(int64_t budget) {
     block_.sync_warp();
-    if (lane_ < kNumTiles) m_.chunk[warp_][lane_] = chunk_tokens(c_, lane_, budget);
+    int32_t chunk = kMaxInt32;
+    if (lane_ < kNumTiles) m_.chunk[warp_][lane_] = chunk = chunk_tokens(c_, lane_, budget);
+    const auto least = int32_t(kMaxInt32 - block_.warp_max(uint32_t(kMaxInt32 - chunk)));
+    if (lane_ == 0) m_.chunk[warp_][kNumTiles] = least;
     block_.sync_warp();
   }
 

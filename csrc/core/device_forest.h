@@ -37,13 +37,6 @@ struct DeviceForestArgs {
   int32_t* exchange;      // kExchangeWords, aligned to 16 bytes
 };
 
-struct alignas(16) Comparison {
-  int32_t leader;
-  int32_t common;  // pages
-  int32_t next;    // the page that follows them
-  int32_t reserved;
-};
-
 // What the blocks of a cluster have found in the first round is sent to each of them, without a barrier and
 // without a way through global memory. All threads call open_inbox() first, and wait_for_inboxes() before
 // they send() or meet in sync_cluster(). Each block gets so many bytes as it has opened for, whatever is
@@ -78,26 +71,34 @@ class ForestFinder {
   FI_DEVICE int32_t run(const PlannerConfig& config, int32_t num_requests, const int32_t* qo_indptr,
                         const int32_t* kv_lens, Meanwhile meanwhile) {
     requests_ = num_requests < kForestRequests ? num_requests : kForestRequests;
-    block_.open_inbox(&inbox_, uint32_t(requests_) * sizeof(Comparison));
-    groups_.begin(requests_);
+    // Blocks that only compare do not ask first whether anything is shared: nobody waits for them if not. Of
+    // few requests they ask for the first pages together with those of the other columns.
+    const bool early = beside_ && block_.cta() > 0, few = requests_ <= kFewRequests;
     int32_t longest = 0;
     FI_ROLL
-    for (int32_t r = thread_; r < requests_; r += kThreads) {
-      const int32_t pages = read_request(config, r, qo_indptr, kv_lens);
+    for (int32_t r = thread_;; r += kThreads) {
+      Lengths lengths{};
+      if (r < requests_) lengths = load_lengths(r, qo_indptr, kv_lens);
+      if (r == thread_) {
+        // While they come.
+        block_.open_inbox(&inbox_, uint32_t(requests_) * sizeof(Comparison));
+        groups_.begin(requests_);
+      }
+      if (r >= requests_) break;
+      const int32_t pages = read_request(config, r, lengths, early && few);
       longest = pages > longest ? pages : longest;
     }
     groups_.post_longest(longest);
     FI_PHASE(block_, "read requests");
     LeaderSamples<Block> samples(block_, m_, p_, a_.rows, groups_.slots(), requests_);
-    // Blocks that only compare do not ask first whether anything is shared: nobody waits for them if not.
-    const bool early = beside_ && block_.cta() > 0;
+    const Comparison* received = nullptr;  // what nobody has taken yet
     bool again = false, restarted = false;
     int round = 0, rounds = 0;
     // Everything that is done in every round stands here once: code costs the time of fetching it.
     FI_ROLL
     for (;; again = true) {
       // Compares before it groups, before it asks what was found, or when something was.
-      const int compare_at = again || (beside_ && !early) ? -1 : !early ? 3 : samples.first_pages() ? 0 : 2;
+      const int compare_at = again || (beside_ && !early) ? -1 : !early ? 3 : few ? 0 : 2;
       Groups found{};
       FI_ROLL
       for (int step = 0; step < 4; ++step) {
@@ -107,18 +108,20 @@ class ForestFinder {
             longest = groups_.posted_longest();
           }
           samples.load(longest);
+          if (step == 0) samples.keep_first_pages();
           samples.insert();
           block_.sync();
           compare_first(samples);
           if (!early) block_.sync();
           FI_PHASE(block_, "compare rows, send");
         } else if (step == 1) {
-          groups_.put();
+          groups_.put(received);
           if (compare_at > 1) longest = groups_.posted_longest();
           FI_PHASE(block_, "group");
         } else if (step == (compare_at == 2 ? 3 : 2)) {
           found = groups_.look();
           FI_PHASE(block_, "look");
+          if (compare_at < 3) break;
         }
       }
       if (!again && !found.some) {
@@ -128,13 +131,16 @@ class ForestFinder {
       // Without a group in round n no node has n nodes above it.
       if (found.some && !found.broken && rounds < a_.max_depth) {
         exchange(round, meanwhile);
+        received = round == 0 ? received_ : nullptr;
         ++round;
         ++rounds;
         continue;
       }
+      wide_ = found.wide;
       if (!found.broken) return found.pairs;
       if (restarted) return 0;
       restarted = true;
+      received = nullptr;
       rounds = 0;
       FI_ROLL
       for (int32_t r = thread_; r < requests_; r += kThreads) start(r, m_.pages[r] > 0 ? *row(r) : 0);
@@ -149,6 +155,8 @@ class ForestFinder {
   }
 
   FI_DEVICE int32_t num_requests() const { return requests_; }
+  // Behind run(): whether a pair needs more than one word of ForestPairs.
+  FI_DEVICE bool wide() const { return wide_; }
 
  private:
   FI_DEVICE bool compares() const { return !beside_ || block_.cta() > 0; }
@@ -166,6 +174,7 @@ class ForestFinder {
       else
         block_.sync();
       groups_.clear();
+      block_.sync();
       block_.receive(&inbox_);
       received_all_ = true;
     } else {
@@ -175,29 +184,42 @@ class ForestFinder {
       }
       block_.sync_cluster();
       groups_.clear();
+      FI_ROLL
+      for (int32_t r = thread_; r < requests_; r += kThreads)
+        if (m_.state[r] == kComparing) groups_.take(block_.load_exchanged(&exchange[r]), r);
     }
     FI_PHASE(block_, "exchange");
-    FI_ROLL
-    for (int32_t r = thread_; r < requests_; r += kThreads)
-      if (m_.state[r] == kComparing)
-        read_comparison(first ? received_[r] : block_.load_exchanged(&exchange[r]), r);
-    FI_PHASE(block_, "results");
   }
 
-  FI_DEVICE const int32_t* row(int32_t r) const { return a_.rows.indices + a_.rows.row_begin[r]; }
+  FI_DEVICE const int32_t* row(int32_t r) const {
+    return a_.rows.indices + (requests_ <= kFewRequests ? m_.row_begin[r] : a_.rows.row_begin[r]);
+  }
 
-  FI_DEVICE int32_t read_request(const PlannerConfig& config, int32_t r, const int32_t* qo_indptr,
-                                 const int32_t* kv_lens) {
-    // All loads at once, whether they will be needed or not; the first page where it can be asked for.
-    const int64_t q_len = int64_t(qo_indptr[r + 1]) - qo_indptr[r];
-    const int64_t begin = a_.rows.row_begin[r], end = a_.rows.row_end[r];
-    const int32_t kv_len = kv_lens[r], limit = a_.limits ? a_.limits[r] : kMaxInt32;
-    const int32_t page = begin >= 0 && begin < a_.rows.num_indices ? a_.rows.indices[begin] : 0;
+  struct Lengths {
+    int64_t begin, end;   // of the row
+    int32_t first, last;  // query tokens
+    int32_t kv_len, limit;
+  };
+
+  // All loads at once, whether they will be needed or not.
+  FI_DEVICE Lengths load_lengths(int32_t r, const int32_t* qo_indptr, const int32_t* kv_lens) const {
+    return {a_.rows.row_begin[r], a_.rows.row_end[r], qo_indptr[r],
+            qo_indptr[r + 1],     kv_lens[r],         a_.limits ? a_.limits[r] : kMaxInt32};
+  }
+
+  // lengths_only: without the first page.
+  FI_DEVICE int32_t read_request(const PlannerConfig& config, int32_t r, const Lengths& lengths,
+                                 bool lengths_only) {
+    const int64_t q_len = int64_t(lengths.last) - lengths.first, begin = lengths.begin, end = lengths.end;
+    const int32_t kv_len = lengths.kv_len;
+    // Asked for before one knows whether it will be needed.
+    const int32_t page =
+        !lengths_only && begin >= 0 && begin < a_.rows.num_indices ? a_.rows.indices[begin] : 0;
     // Lengths that break a limit are the planner's to report.
     int32_t pages = 0;
     if (q_len >= 1 && q_len <= kMaxQueryTile && kv_len > 0 && is_composable(config, int32_t(q_len))) {
       int32_t tokens = kv_len - int32_t(q_len);
-      if (limit < tokens) tokens = limit;
+      if (lengths.limit < tokens) tokens = lengths.limit;
       const uint32_t size = uint32_t(a_.page_size);
       // Mostly a power of two: a division is longer.
       if (tokens > 0)
@@ -205,6 +227,7 @@ class ForestFinder {
       if (!holds_pages(a_.rows, begin, end, pages)) pages = 0;
     }
     m_.pages[r] = pages;
+    if (r < kFewRequests) m_.row_begin[r] = begin;
     m_.q_len[r] = uint8_t(q_len);
     start(r, page);
     return pages;
@@ -233,7 +256,8 @@ class ForestFinder {
   FI_DEVICE Comparison compare(int32_t r, int32_t leader) {
     Comparison result{leader, 0, 0, 0};
     if (!block_.ballot(leader >= 0)) return result;
-    CommonPages c{nullptr, nullptr, 0, 0, 0};
+    // Of nobody: addresses that a compiler knows to be global all the same.
+    CommonPages c{a_.rows.indices, a_.rows.indices, 0, 0, 0};
     if (leader >= 0) {
       const int32_t own = m_.pages[r], other = m_.pages[leader];
       // Page `common` is compared again in vain, except in the first round.
@@ -277,19 +301,6 @@ class ForestFinder {
     if (r < requests_ && lane < block_.ctas()) block_.send(&received_[r], result, &inbox_, lane);
   }
 
-  FI_DEVICE void read_comparison(const Comparison& c, int32_t r) {
-    const int32_t pages = m_.pages[r];
-    if (uint32_t(c.leader) >= uint32_t(r) || c.common < 1 || c.common > pages ||
-        c.common > m_.pages[c.leader]) {
-      m_.broken = 1;
-      return;
-    }
-    m_.leader[r] = c.leader;
-    m_.common[r] = c.common;
-    m_.next[r] = c.next;
-    m_.state[r] = pages > c.common ? kActive : kDone;
-  }
-
   Block& block_;
   const DeviceForestArgs& a_;
   ForestMemory& m_;
@@ -300,7 +311,7 @@ class ForestFinder {
   const bool beside_;
   const int thread_;
   int32_t requests_ = 0;
-  bool received_all_ = false;
+  bool received_all_ = false, wide_ = false;
 };
 
 }  // namespace fi

@@ -2,6 +2,7 @@
 // The nodes of a forest in the order of the host's, from the leaders that ForestFinder found; by one block.
 #pragma once
 #include "device_forest.h"
+#include "device_tiles.h"
 
 namespace fi {
 
@@ -18,7 +19,7 @@ struct ForestNodes {
 struct ForestNodesMemory {
   ForestPairs pairs;
   int16_t node_of[kForestRequests];  // by the smallest request with its pair
-  int16_t up[kForestRequests];  // by node: its parent, or kAtLeader - leader: the node of the leader's pair
+  int16_t up[kForestRequests];       // by node that is not too deep: its parent
 };
 
 struct NodeCount {
@@ -47,18 +48,21 @@ class ForestNodeBuilder {
         thread_(block.thread()),
         lane_(thread_ % kWarp) {}
 
-  // After a barrier behind `count` > 0 pairs; ends with one. clear: called in the first phase, members: in
-  // the last one, where n_.deepest is known; both again where nodes are left out that are too deep.
+  // After a barrier behind `count` > 0 pairs; ends with one. wide: not every pair fits a word. clear():
+  // called in the first phase; members(parent): in the last one, where n_.deepest is known, and parent(node)
+  // of every node; both again where nodes are left out that are too deep.
   template <class Clear, class Members>
-  FI_DEVICE NodeCount run(int32_t count, int32_t max_depth, Clear clear, Members members) {
+  FI_DEVICE NodeCount run(int32_t count, bool wide, int32_t max_depth, Clear clear, Members members) {
     clear();
-    sort_nodes(count);
+    sort_nodes(count, wide);
     block_.sync();
+    // A leader's last node is its deepest one.
     FI_ROLL
     for (int32_t r = thread_; r < requests_; r += kThreads)
-      if (!m_.pairs.leads[r]) n_.deepest[r] = int16_t(branch(r));
+      n_.deepest[r] = int16_t(m_.pairs.leads[r] ? find_last(n_.leader, count, r) : branch(r));
     uint32_t greatest = find_depths(count, max_depth);
-    members();
+    const auto up = [&](int32_t node) { return parent(node); };
+    members(up);
     scan_.post(0, block_.warp_max(greatest));
     scan_.meet();
     greatest = block_.warp_max(uint32_t(scan_.posted(0)));
@@ -67,40 +71,50 @@ class ForestNodeBuilder {
     clear();
     find_depths(count, max_depth);
     block_.sync();
-    members();
+    members(up);
     block_.sync();
     return {count, max_depth - 1};
   }
 
  private:
-  static constexpr int32_t kNone = -1, kAtLeader = -2;
+  static constexpr int32_t kNone = -1;
 
-  // Some lanes a node, each of which compares it with some of the others: how many come before it, and how
-  // many of those, and of those behind it, have the same leader.
-  FI_DEVICE void sort_nodes(int32_t count) {
-    constexpr int kLanes = 4, kBits = 10;
-    static_assert(kForestRequests <= 1 << kBits && 3 * kBits < 32);
+  // Some lanes a node, each of which counts how many of some others come before it.
+  FI_DEVICE void sort_nodes(int32_t count, bool wide) {
+    constexpr int kLanes = 4, kKeys = 4;
+    struct alignas(16) Keys {
+      uint32_t key[kKeys];
+    };
     FI_ROLL
     for (int32_t base = 0; base < count; base += kThreads / kLanes) {
-      const int32_t i = base + thread_ / kLanes;
-      const int64_t own = i < count ? m_.pairs.key[i] : 0;
-      int32_t sums = 0;
-      for (int32_t k = thread_ % kLanes; k < count; k += kLanes) {
-        const int64_t key = m_.pairs.key[k];
-        if (key < own) ++sums;
-        if (key >> 32 == own >> 32 && key != own) sums += key < own ? 1 << kBits : 1 << 2 * kBits;
+      const int32_t i = base + thread_ / kLanes, lane = thread_ % kLanes;
+      int32_t node = 0;
+      if (!wide) {
+        const uint32_t own = i < count ? m_.pairs.key[i] : 0;
+        FI_ROLL
+        for (int32_t k = lane * kKeys; k < count; k += kLanes * kKeys) {
+          const Keys keys = *reinterpret_cast<const Keys*>(&m_.pairs.key[k]);
+          FI_UNROLL
+          for (int j = 0; j < kKeys; ++j) node += keys.key[j] < own && k + j < count;
+        }
+      } else {
+        const int64_t own = i < count ? wide_key(i) : 0;
+        FI_ROLL
+        for (int32_t k = lane; k < count; k += kLanes) node += wide_key(k) < own;
       }
-      sums += block_.shuffle(sums, lane_ ^ 1);
-      sums += block_.shuffle(sums, lane_ ^ 2);
-      if (i >= count || thread_ % kLanes > 0) continue;
-      const int32_t node = sums & ((1 << kBits) - 1), leader = int32_t(own >> 32);
-      const bool first = (sums >> kBits & ((1 << kBits) - 1)) == 0, last = sums >> 2 * kBits == 0;
-      m_.node_of[m_.pairs.first[i]] = int16_t(node);
-      m_.up[node] = int16_t(first ? kAtLeader - leader : node - 1);
-      n_.leader[node] = int16_t(leader);
-      n_.end[node] = int32_t(own);
-      if (last) n_.deepest[leader] = int16_t(node);
+      node += block_.shuffle(node, lane_ ^ 1);
+      node += block_.shuffle(node, lane_ ^ 2);
+      if (i >= count || lane > 0) continue;
+      const int32_t first = m_.pairs.first[i];
+      m_.node_of[first] = int16_t(node);
+      n_.leader[node] = int16_t(p_.leader[first]);
+      n_.end[node] = p_.common[first];
     }
+  }
+
+  FI_DEVICE int64_t wide_key(int32_t pair) const {
+    const int32_t first = m_.pairs.first[pair];
+    return int64_t(p_.leader[first]) << 32 | p_.common[first];
   }
 
   // The node of a request's pair, or kNone.
@@ -108,9 +122,11 @@ class ForestNodeBuilder {
     return p_.leader[r] < 0 ? kNone : m_.node_of[p_.table[kPairSlots + p_.pair_slot[r]]];
   }
 
+  // That of the leader's pair where there is no node of the same leader before.
   FI_DEVICE int32_t parent(int32_t node) const {
-    const int32_t up = m_.up[node];
-    return up > kAtLeader ? up : branch(kAtLeader - up);
+    if (cut_) return m_.up[node];
+    const int32_t leader = n_.leader[node];
+    return node > 0 && n_.leader[node - 1] == leader ? node - 1 : branch(leader);
   }
 
   // Returns the greatest that the thread has found, at most max_depth.
@@ -166,6 +182,7 @@ class ForestNodeBuilder {
     FI_ROLL
     for (int32_t r = thread_; r < requests_; r += kThreads)
       if (n_.deepest[r] >= 0) n_.deepest[r] = m_.node_of[n_.deepest[r]];
+    cut_ = true;
     block_.sync();
     return int32_t(carry);
   }
@@ -178,6 +195,7 @@ class ForestNodeBuilder {
   ForestNodes& n_;
   Ancestors& ancestors_;
   const int thread_, lane_;
+  bool cut_ = false;  // nodes have been left out
 };
 
 }  // namespace fi

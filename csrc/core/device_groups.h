@@ -7,9 +7,18 @@
 
 namespace fi {
 
+// What a request has in common with its leader.
+struct alignas(16) Comparison {
+  int32_t leader;
+  int32_t common;  // pages
+  int32_t next;    // the page that follows them
+  int32_t reserved;
+};
+
 struct Groups {
   bool some;      // a request has a leader to be compared with
   bool broken;    // leaders contradict each other
+  bool wide;      // some pairs need more than one word
   int32_t pairs;  // in any order in ForestPairs; without groups they are final
 };
 
@@ -49,31 +58,58 @@ class RequestGroups {
     clear_tables();
   }
 
-  // Puts requests into tables; begins and ends with a barrier.
-  FI_DEVICE void put() {
-    scan_.meet();
+  // Puts requests into tables; begins and ends with a barrier. received: null, or of all requests what they
+  // are first, as take() does; then it does not begin with one.
+  FI_DEVICE void put(const Comparison* received) {
+    // Where the leader, common pages and next page of request r stand, r << step behind these.
+    const int32_t* leaders = m_.leader;
+    const int32_t* commons = m_.common;
+    const int32_t* nexts = m_.next;
+    int step = 0;
+    if (received) {
+      leaders = &received->leader;
+      commons = &received->common;
+      nexts = &received->next;
+      step = 2;
+    } else {
+      scan_.meet();
+    }
     // A half of the threads to each table, where that is enough.
     FI_ROLL
     for (int32_t base = 0; base < 2 * width_; base += kThreads) {
       const int32_t task = base + thread_, r = task & (width_ - 1);
       const bool pairs = task >= width_, valid = task < 2 * width_ && r < requests_;
-      const bool listed = valid && (pairs ? m_.leader[r] >= 0 : m_.state[r] == kActive);
+      bool listed = valid;
+      if (valid && received) {
+        const Comparison c = received[r];
+        const bool fits = is_possible(c, r);
+        if (!pairs) take(c, fits, r);
+        listed = fits && (pairs || c.common < m_.pages[r]);
+      } else if (valid) {
+        listed = pairs ? m_.leader[r] >= 0 : m_.state[r] == kActive;
+      }
       if (!block_.ballot(listed)) continue;
+      const int32_t own = r << step;
       uint32_t hash = 0;
-      if (listed) hash = uint32_t(m_.common[r]) * 0x85ebca6bu + uint32_t(m_.leader[r]) * 0xc2b2ae35u;
-      if (listed && !pairs) hash += uint32_t(m_.next[r]) * 0x9e3779b1u;
+      if (listed) hash = uint32_t(commons[own]) * 0x85ebca6bu + uint32_t(leaders[own]) * 0xc2b2ae35u;
+      if (listed && !pairs) hash += uint32_t(nexts[own]) * 0x9e3779b1u;
       find_slot(pairs ? m_.table + kPairSlots : m_.table, pairs ? m_.pair_slot : m_.slot, r, listed, hash,
                 [&](int32_t other) {
-                  return (pairs || m_.next[other] == m_.next[r]) && m_.common[other] == m_.common[r] &&
-                         m_.leader[other] == m_.leader[r];
+                  other <<= step;
+                  return (pairs || nexts[other] == nexts[own]) && commons[other] == commons[own] &&
+                         leaders[other] == leaders[own];
                 });
     }
     block_.sync();
   }
 
+  // What a request that is to be compared has in common with its leader.
+  FI_DEVICE void take(const Comparison& c, int32_t r) { take(c, is_possible(c, r), r); }
+
   // Behind put(). Where pairs were found, ends with a barrier.
   FI_DEVICE Groups look() {
-    bool some = false, broken = false;
+    constexpr uint32_t kSome = 1, kBroken = 2, kWide = 4;  // fields of Groups
+    uint32_t seen = 0;
     int32_t pairs = 0, base = 0;
     FI_ROLL
     do {
@@ -82,26 +118,31 @@ class RequestGroups {
       int32_t leader = -1;
       if (r < requests_) {
         leader = m_.leader[r];
-        if (m_.state[r] == kActive && m_.table[m_.slot[r]] != r) some = true;
-        if (leader >= 0 && m_.common[leader] >= m_.common[r]) broken = true;
+        if (m_.state[r] == kActive && m_.table[m_.slot[r]] != r) seen |= kSome;
+        if (leader >= 0 && m_.common[leader] >= m_.common[r]) seen |= kBroken;
         at[0] = leader >= 0 && m_.table[kPairSlots + m_.pair_slot[r]] == r;
       }
       const bool first = at[0];
-      if (first) p_.leads[leader] = 1;
-      if (m_.broken) broken = true;
-      scan_.post(1, block_.warp_or(uint32_t(some) | uint32_t(broken) << 1));
+      uint32_t pages = 0;
+      if (first) {
+        p_.leads[leader] = 1;
+        pages = uint32_t(m_.common[r]);
+        if (pages >> ForestPairs::kPageBits) seen |= kWide;
+      }
+      if (m_.broken) seen |= kBroken;
+      scan_.post(1, block_.warp_or(seen));
       scan_.exclusive_scan(at, total);
       if (first) {
         p_.first[pairs + int32_t(at[0])] = int16_t(r);
-        p_.key[pairs + int32_t(at[0])] = int64_t(leader) << 32 | m_.common[r];
+        p_.key[pairs + int32_t(at[0])] = uint32_t(leader) << ForestPairs::kPageBits | pages;
       }
       pairs += int32_t(total[0]);
       base += kThreads;
     } while (base < requests_);
-    const uint32_t all = block_.warp_or(uint32_t(scan_.posted(1)));
+    seen = block_.warp_or(uint32_t(scan_.posted(1)));
     // Without pairs nobody reads on what another thread has left.
-    if (all & 2 || pairs > 0) block_.sync();
-    return {bool(all & 1), bool(all & 2), pairs};
+    if (seen & kBroken || pairs > 0) block_.sync();
+    return {bool(seen & kSome), bool(seen & kBroken), bool(seen & kWide), pairs};
   }
 
   // Each request of a group is to be compared with the smallest one.
@@ -116,6 +157,23 @@ class RequestGroups {
   }
 
  private:
+  FI_DEVICE bool is_possible(const Comparison& c, int32_t r) const {
+    return uint32_t(c.leader) < uint32_t(r) && c.common >= 1 && c.common <= m_.pages[r] &&
+           c.common <= m_.pages[c.leader];
+  }
+
+  FI_DEVICE void take(const Comparison& c, bool possible, int32_t r) {
+    if (possible) {
+      m_.leader[r] = c.leader;
+      m_.common[r] = c.common;
+      m_.next[r] = c.next;
+      m_.state[r] = m_.pages[r] > c.common ? kActive : kDone;
+    } else if (m_.state[r] == kComparing) {
+      m_.leader[r] = -1;
+      m_.broken = 1;
+    }
+  }
+
   FI_DEVICE void clear_tables() {
     struct alignas(16) Four {
       int32_t slot[4];

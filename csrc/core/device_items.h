@@ -58,7 +58,7 @@ class ItemEmitter {
         sort_.scan_positions();
         task = -1;
       } else if (warp_ == kWarps - 1) {
-        end = find_ends(shift);
+        end = find_ends(block_, c_, count_.nodes, all_.posted(0), shift);
         if (kLast < kWarps) task = -1;
       }
       if (task >= 0) beside(task, counted ? kLast - 1 : kWarps, counted ? kMaxInt32 : idle);
@@ -66,7 +66,7 @@ class ItemEmitter {
       all_.meet();
     }
     block_.sync();
-    if (warp_ == kWarps - 1) write_ends(num_items, end);
+    if (warp_ == kWarps - 1) write_ends(block_, a_, sort_, num_items, end);
     FI_ROLL
     for (int32_t base = 0;; base += kThreads) {
       const uint32_t at = sort_.place(k.key);
@@ -77,6 +77,24 @@ class ItemEmitter {
       if (next + warp_ * kWarp < num_items) k = item_key(next + thread_, num_items, shift);
       sort_.next_round(k.key);
     }
+  }
+
+  // From which bucket on heads are bundled, by one warp, a lane a size; loads: what the warps' items cost.
+  static FI_DEVICE int32_t find_ends(Block& block, const PlannerConfig& config, int32_t num_nodes,
+                                     int64_t loads, int shift) {
+    const int lane = block.thread() % kWarp;
+    const int64_t load = warp_sum64(block, loads);
+    return lane < kBundleSizes ? first_bundled_bucket(config, num_nodes, load, shift, lane + 1) : 0;
+  }
+
+  // By the warp that has written the header, when positions are scanned, while buckets still say where they
+  // begin.
+  static FI_DEVICE void write_ends(Block& block, const DevicePlanArgs& args, const Sort& sort,
+                                   int32_t num_items, int32_t end) {
+    const int lane = block.thread() % kWarp;
+    if (lane < kBundleSizes)
+      reinterpret_cast<PlanHeader*>(args.plan + args.layout.header)->bundled[lane] =
+          end < kSortBuckets ? num_items - int32_t(sort.position(end)) : 0;
   }
 
  private:
@@ -122,19 +140,6 @@ class ItemEmitter {
     }
     return make_item(c_, tile, split, item - tiles_.at(kFirstItem, t), tiles_.at(kUnit, t), first_row,
                      chunk_rows);
-  }
-
-  // From which bucket on heads are bundled, by the warp that has written it, a lane a size.
-  FI_DEVICE int32_t find_ends(int shift) {
-    const int64_t load = warp_sum64(block_, all_.posted(0));
-    return lane_ < kBundleSizes ? first_bundled_bucket(c_, count_.nodes, load, shift, lane_ + 1) : 0;
-  }
-
-  // When positions are scanned, while buckets still say where they begin.
-  FI_DEVICE void write_ends(int32_t num_items, int32_t end) {
-    if (lane_ < kBundleSizes)
-      section<PlanHeader>(a_.layout.header)->bundled[lane_] =
-          end < kSortBuckets ? num_items - int32_t(sort_.position(end)) : 0;
   }
 
   FI_DEVICE void write_item(int32_t item, const ItemKey& k, uint32_t at) {

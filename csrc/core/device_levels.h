@@ -34,18 +34,45 @@ struct LevelCounts {
   int32_t nodes = 0;
   int32_t tiles = 0;
   int32_t tokens = 0;        // query tokens of members, once for each node
+  int32_t levels = 0;        // most nodes above each other
+  bool cuts = false;         // NodeCuts says how they are cut
   bool single_rows = false;  // all members have one query token, whose rows lie in one tile of each node
+};
+
+// How the tiles of kept nodes are cut, where the budget is known when they are.
+struct NodeCuts {
+  int32_t chunk_len[kForestRequests];     // KV tokens
+  int32_t path_chunks[kForestRequests];   // of the nodes from the root to this one
+  uint32_t cut[kForestRequests / kWarp];  // a bit a node: it has several chunks
+
+  FI_DEVICE int32_t chunks(const Levels& levels, int32_t node) const {
+    const int32_t parent = levels.parent[node];
+    return path_chunks[node] - (parent < 0 ? 0 : path_chunks[parent]);
+  }
+};
+
+// Who decides about levels before the step's budget can be known.
+struct NoBudget {
+  static FI_DEVICE bool is_known() { return false; }
+  static FI_DEVICE void set(int64_t) {}
+  static FI_DEVICE int32_t chunk(int) { return 0; }
+  static FI_DEVICE int32_t least_chunk() { return 0; }
 };
 
 struct LevelsMemory {
   // Sums over the members, cleared while leaders are still read (DeviceShareMemory).
   uint32_t tokens[kForestRequests], members[kForestRequests];
   uint32_t below[kForestRequests], saved[kForestRequests];  // see compose_rules.h
-  int64_t overhead[kForestRequests];
-  uint32_t key_cost[kForestRequests];  // saturates
-  int16_t kept[kForestRequests];       // the kept node that is or lies above this one, or -1
-  int16_t index[kForestRequests];      // among the kept ones, or -1
-  uint8_t above[kForestRequests];      // kept nodes above
+  union {
+    struct {
+      int64_t overhead[kForestRequests];
+      uint32_t key_cost[kForestRequests];  // saturates
+    };
+    NodeCuts cuts;  // when levels are chosen
+  };
+  int16_t kept[kForestRequests];   // the kept node that is or lies above this one, or -1
+  int16_t index[kForestRequests];  // among the kept ones, or -1
+  uint8_t above[kForestRequests];  // kept nodes above
 };
 
 template <class Block>
@@ -73,55 +100,62 @@ class LevelChooser {
       m_.tokens[i] = m_.members[i] = m_.below[i] = m_.saved[i] = 0;
   }
 
-  // A phase before choose(); adds each request to its deepest node. q_lens: of the members.
-  FI_DEVICE void add_requests(const PlannerConfig& c, const uint8_t* q_lens) {
+  // A phase before choose(); adds each request to its deepest node and those above, parent(node). q_lens: of
+  // the members.
+  template <class Parent>
+  FI_DEVICE void add_requests(const PlannerConfig& c, const uint8_t* q_lens, Parent parent) {
     FI_ROLL
     for (int32_t base = 0; base < requests_; base += kThreads) {
       const int32_t r = base + thread_;
-      const int32_t node = r < requests_ ? n_.deepest[r] : -1;
-      const uint32_t valid = block_.ballot(node >= 0);
-      if (!valid) continue;
+      int32_t node = r < requests_ ? n_.deepest[r] : -1;
       uint32_t q_len = 0, cost = 0;
       if (node >= 0) {
         q_len = q_lens[r];
         cost = uint32_t(member_key_cost(c, int32_t(q_len)));
       }
-      // Mostly neighbours are members of one node, to which a warp then adds once.
-      const int first = lowest_bit(valid);
-      const int32_t common = block_.shuffle(node, first);
-      if (block_.ballot(node >= 0 && node != common)) {
-        if (node >= 0) add(node, q_len, 1, cost);
-      } else {
-        q_len = block_.warp_sum(q_len);
-        cost = block_.warp_sum(cost);
-        if (lane_ == first) add(node, q_len, uint32_t(count_bits(valid)), cost);
+      FI_ROLL
+      for (int depth = 0; depth < kForestDepth; ++depth) {
+        const uint32_t valid = block_.ballot(node >= 0);
+        if (!valid) break;
+        // Mostly neighbours are members of one node, to which a warp then adds once.
+        const int first = lowest_bit(valid);
+        const int32_t common = block_.shuffle(node, first);
+        if (block_.ballot(node >= 0 && node != common)) {
+          if (node >= 0) add(node, q_len, 1, cost);
+        } else {
+          const uint32_t tokens = block_.warp_sum(node >= 0 ? q_len : 0);
+          const uint32_t below = block_.warp_sum(node >= 0 ? cost : 0);
+          if (lane_ == first) add(node, tokens, uint32_t(count_bits(valid)), below);
+        }
+        if (node >= 0) node = parent(node);
       }
     }
   }
 
-  // Ends with a barrier.
-  FI_DEVICE LevelCounts choose(const PlannerConfig& c, const NodeCount& nodes) {
+  // budget: whether it is known as soon as one knows what all tiles cost less with nodes; set(what), by the
+  // last warp, a barrier before it is asked for the chunk() of a tile kind or the least one. Ends with a
+  // barrier.
+  template <class Budget>
+  FI_DEVICE LevelCounts choose(const PlannerConfig& c, const NodeCount& nodes, Budget& budget) {
     const int greatest = nodes.greatest_depth;
+    int64_t saved = 0;  // by this thread's nodes
     count_ = nodes.nodes;
     FI_ROLL
     for (int depth = greatest;; --depth) {
       FI_ROLL
       for (int32_t i = thread_; i < count_; i += kThreads) {
-        const int32_t own = n_.depth[i];
-        if (depth > 0 && own != depth) continue;
-        // Of a root when all below is known, by all nodes that lie below it.
-        const int32_t node = depth > 0 || own == 0 ? i : l_.path[own - 1][i];
-        const Weight w = weigh(c, node);
-        if (depth > 0)
-          add_to_parent(i, w);
-        else
-          decide(c, i, w);
+        if (depth == greatest) weigh(c, i);
+        if (depth == 0)
+          saved += decide(c, i);
+        else if (n_.depth[i] == depth)
+          tell_parent(i);
       }
       if (depth == 0) break;
       block_.sync();
     }
-    const LevelCounts all = number(c);
-    return keep(c, all, c.sharing.max_levels < kForestDepth ? int32_t(c.sharing.max_levels) : kForestDepth);
+    const LevelCounts all = number(c, saved, budget);
+    link(c, all, budget);
+    return all;
   }
 
   // All nodes as they are, for who wants to see the forest. After a barrier behind the nodes.
@@ -132,8 +166,10 @@ class LevelChooser {
       m_.tokens[i] = m_.members[i] = 0;
       m_.index[i] = m_.kept[i] = int16_t(i);
       m_.above[i] = n_.depth[i];
+      put_kept(c, i, i);
     }
-    keep(c, {count_, 0, 0, false}, kForestDepth);
+    NoBudget none;
+    link(c, {count_, 0, 0, kForestDepth}, none);
   }
 
  private:
@@ -145,83 +181,104 @@ class LevelChooser {
     block_.add(&m_.below[node], below);
   }
 
-  struct Weight {
-    int64_t below, key_cost, overhead;
-  };
-
-  // When the sums over the node's members are complete, and what the nodes below take off.
-  FI_DEVICE Weight weigh(const PlannerConfig& c, int32_t i) const {
+  // What follows from the sums over the node's members.
+  FI_DEVICE void weigh(const PlannerConfig& c, int32_t i) {
     const auto tokens = int32_t(m_.tokens[i]);
     const int64_t cost = node_key_cost(c, tokens);
-    return {int64_t(m_.below[i] - m_.saved[i]), cost < kMaxInt32 ? cost : kMaxInt32,
-            node_overhead(c, tokens, int32_t(m_.members[i]))};
+    m_.key_cost[i] = cost < kMaxInt32 ? uint32_t(cost) : uint32_t(kMaxInt32);
+    m_.overhead[i] = node_overhead(c, tokens, int32_t(m_.members[i]));
   }
 
-  FI_DEVICE void add_to_parent(int32_t i, const Weight& w) {
+  // When the nodes below have told what they take off.
+  FI_DEVICE bool node_pays(int32_t i, int32_t length) const {
+    return pays(length, int64_t(m_.below[i] - m_.saved[i]), m_.key_cost[i], m_.overhead[i]);
+  }
+
+  FI_DEVICE void tell_parent(int32_t i) {
     const int32_t parent = n_.parent[i];
     uint32_t saved = m_.saved[i];
-    if (pays(tokens_to(i) - tokens_to(parent), w.below, w.key_cost, w.overhead))
-      saved = m_.below[i] - uint32_t(w.key_cost);
-    add(parent, m_.tokens[i], m_.members[i], m_.below[i]);
+    if (node_pays(i, tokens_to(i) - tokens_to(parent))) saved = m_.below[i] - m_.key_cost[i];
     block_.add(&m_.saved[parent], saved);
-    m_.key_cost[i] = uint32_t(w.key_cost);
-    m_.overhead[i] = w.overhead;
   }
 
-  // Each node decides for itself what is kept above it, without waiting for those. root: of the node itself
-  // or the root above it.
-  FI_DEVICE void decide(const PlannerConfig& c, int32_t i, const Weight& root) {
+  // Each node decides for itself what is kept above it, without waiting for those. Returns what the requests'
+  // tiles cost less for this node than its tiles cost, 0 where it is not kept.
+  FI_DEVICE int64_t decide(const PlannerConfig& c, int32_t i) {
     const int32_t depth = n_.depth[i];
     int32_t above = -1, start = 0, kept = 0;
+    int64_t saved = 0;
     FI_ROLL
     for (int32_t up = depth; up >= 0; --up) {
       const int32_t node = up > 0 ? l_.path[up - 1][i] : i, end = tokens_to(node);
-      Weight w = root;
-      if (up < depth) w = {int64_t(m_.below[node] - m_.saved[node]), m_.key_cost[node], m_.overhead[node]};
       if (up == 0) m_.above[i] = uint8_t(kept);
-      if (kept >= c.sharing.max_levels || !pays(end - start, w.below, w.key_cost, w.overhead)) continue;
+      if (kept >= c.sharing.max_levels || !node_pays(node, end - start)) continue;
+      if (up == 0) saved = int64_t(m_.below[i] - m_.key_cost[i]) * (end - start);
       above = node;
       start = end;
       ++kept;
     }
     m_.kept[i] = int16_t(above);
+    return saved;
   }
 
   FI_DEVICE bool is_kept(int32_t i) const { return i < count_ && m_.kept[i] == i; }
   FI_DEVICE uint32_t lanes_before() const { return (1u << lane_) - 1; }
 
-  // Where the kept nodes, their tiles and tokens lie; each thread knows it of its nodes. Has a barrier behind
-  // what was decided.
-  FI_DEVICE LevelCounts number(const PlannerConfig& c) {
+  // Writes the kept nodes, whose places each thread learns of its own. saved: by this thread's. Has a barrier
+  // behind what was decided.
+  template <class Budget>
+  FI_DEVICE LevelCounts number(const PlannerConfig& c, int64_t saved, Budget& budget) {
+    constexpr uint32_t kSeveralRows = 1u << kForestDepth;
     LevelCounts all{};
     uint32_t of_roots = 0;  // query tokens of this thread's kept nodes that have none above
+    uint32_t found = 0;     // a bit a level, and kSeveralRows
     int32_t base = 0;
     FI_ROLL
     do {
       const int32_t i = base + thread_;
       const bool kept = is_kept(i);
       const uint32_t tokens = kept ? m_.tokens[i] : 0;
-      uint32_t at[3] = {kept, kept ? uint32_t(node_tile_count(c, int32_t(tokens))) : 0, tokens}, total[3];
-      if (kept && m_.above[i] == 0) of_roots += tokens;
-      scan_.post(3, block_.warp_sum(of_roots));
+      uint32_t at[3] = {kept, 0, tokens}, total[3];
+      if (kept) {
+        const int above = m_.above[i];
+        at[1] = uint32_t(node_tile_count(c, int32_t(tokens)));
+        found |= 1u << above;
+        if (above == 0) of_roots += tokens;
+        // What divides a tile's height is a power of two, as it is.
+        if (tokens != m_.members[i] || (c.group & (c.group - 1)) != 0 ||
+            tile_height(node_kind(c, int32_t(tokens))) < c.group)
+          found |= kSeveralRows;
+      }
+      scan_.post(3, int64_t(block_.warp_or(found)) << kWarp | block_.warp_sum(of_roots));
+      scan_.post(4, warp_sum64(block_, saved));
       scan_.exclusive_scan(at, total);
       const int32_t to = all.nodes + int32_t(at[0]);
       if (i < count_) m_.index[i] = kept ? int16_t(to) : int16_t(-1);
       if (kept) {
         l_.tile[to] = all.tiles + int32_t(at[1]);
         l_.tokens_begin[to] = all.tokens + int32_t(at[2]);
+        put_kept(c, i, to);
       }
       all.nodes += int32_t(total[0]);
       all.tiles += int32_t(total[1]);
       all.tokens += int32_t(total[2]);
       base += kThreads;
     } while (base < count_);
+    all.cuts = all.nodes > 0 && budget.is_known();
+    saved = warp_sum64(block_, scan_.posted(4));
+    found = block_.warp_or(uint32_t(scan_.posted(3) >> kWarp));
+    all.levels = bit_width(found & (kSeveralRows - 1));
     if (!within_limits(c, all.nodes, block_.warp_sum(uint32_t(scan_.posted(3))))) leave_out(c, all);
     const int32_t groups = (requests_ + kWarp - 1) / kWarp;
-    all.single_rows = groups * all.nodes <= kMemberCounts;
+    all.single_rows = !(found & kSeveralRows) && groups * all.nodes <= kMemberCounts;
     if (all.single_rows) {
       FI_ROLL
       for (int32_t i = thread_; i < groups * all.nodes; i += kThreads) l_.counts[i] = 0;
+    }
+    if (all.cuts) {
+      if (thread_ < kForestRequests / kWarp) m_.cuts.cut[thread_] = 0;
+      // By a warp that mostly has no node.
+      if (thread_ >= kThreads - kWarp) budget.set(saved);
     }
     return all;
   }
@@ -230,7 +287,7 @@ class LevelChooser {
   FI_DEVICE void leave_out(const PlannerConfig& c, LevelCounts& all) {
     const int32_t most = count_fitting(c);
     block_.sync();
-    if (most < all.nodes) all = {most, l_.tile[most], l_.tokens_begin[most], false};
+    if (most < all.nodes) all = {most, l_.tile[most], l_.tokens_begin[most], all.levels};
     FI_ROLL
     for (int32_t i = thread_; i < count_; i += kThreads)
       if (m_.index[i] >= most) m_.index[i] = -1;
@@ -256,31 +313,30 @@ class LevelChooser {
     return fitting;
   }
 
-  FI_DEVICE LevelCounts keep(const PlannerConfig& c, LevelCounts all, int32_t levels) {
-    bool single_rows = all.single_rows;
-    FI_ROLL
-    for (int32_t i = thread_; i < count_; i += kThreads) {
-      const int32_t to = m_.index[i];
-      if (to < 0) continue;
-      const auto tokens = int32_t(m_.tokens[i]), members = int32_t(m_.members[i]);
-      l_.end[to] = tokens_to(i);
-      l_.tokens[to] = tokens;
-      l_.members[to] = int16_t(members);
-      l_.leader[to] = n_.leader[i];
-      const int kind = node_kind(c, tokens);
-      l_.shape[to] = uint8_t(m_.above[i] | kind << 4);
-      single_rows &= tokens == members && tile_height(kind) % c.group == 0;
-    }
+  FI_DEVICE void put_kept(const PlannerConfig& c, int32_t i, int32_t to) {
+    const auto tokens = int32_t(m_.tokens[i]);
+    l_.end[to] = tokens_to(i);
+    l_.tokens[to] = tokens;
+    l_.members[to] = int16_t(m_.members[i]);
+    l_.leader[to] = n_.leader[i];
+    l_.shape[to] = uint8_t(m_.above[i] | node_kind(c, tokens) << 4);
+  }
+
+  // Kept nodes to each other and requests to them; begins and ends with a barrier.
+  template <class Budget>
+  FI_DEVICE void link(const PlannerConfig& c, const LevelCounts& all, Budget& budget) {
     block_.sync();
     FI_ROLL
     for (int32_t i = other_half(block_); i < count_; i += kThreads) {
       const int32_t to = m_.index[i], up = n_.parent[i], parent = up < 0 ? -1 : m_.kept[up];
-      if (to >= 0) l_.parent[to] = parent < 0 ? int16_t(-1) : m_.index[parent];
+      if (to < 0) continue;
+      l_.parent[to] = parent < 0 ? int16_t(-1) : m_.index[parent];
+      if (all.cuts) cut(c, i, to, parent, budget);
     }
     FI_ROLL
     for (int32_t r = thread_; r < requests_; r += kThreads) {
       FI_ROLL
-      for (int32_t level = 0; level < levels; ++level) l_.path[level][r] = -1;
+      for (int32_t level = 0; level < all.levels; ++level) l_.path[level][r] = -1;
       int32_t leaf = -1;
       FI_ROLL
       for (int32_t i = n_.deepest[r]; i >= 0; i = n_.parent[i]) {
@@ -291,8 +347,34 @@ class LevelChooser {
       }
       l_.leaf[r] = int16_t(leaf);
     }
-    all.single_rows = !block_.sync_or(!single_rows);
-    return all;
+    block_.sync();
+  }
+
+  // parent: the kept node above, or -1.
+  template <class Budget>
+  FI_DEVICE void cut(const PlannerConfig& c, int32_t i, int32_t to, int32_t parent, Budget& budget) {
+    if (tokens_to(i) <= budget.least_chunk()) {
+      // Nor is a node above it.
+      m_.cuts.chunk_len[to] = tokens_to(i) - (parent < 0 ? 0 : tokens_to(parent));
+      m_.cuts.path_chunks[to] = m_.above[i] + 1;
+      return;
+    }
+    int32_t chunks = 0, node = i;
+    FI_ROLL
+    for (;;) {
+      const int32_t length = tokens_to(node) - (parent < 0 ? 0 : tokens_to(parent));
+      const Split s = split_tile(c, kNode, length, budget.chunk(l_.kind(m_.index[node])));
+      chunks += s.chunks;
+      if (node == i) {
+        m_.cuts.chunk_len[to] = s.chunk_len;
+        if (s.chunks > 1) block_.add(&m_.cuts.cut[to / kWarp], 1u << to % kWarp);
+      }
+      if (parent < 0) break;
+      node = parent;
+      const int32_t up = n_.parent[node];
+      parent = up < 0 ? -1 : m_.kept[up];
+    }
+    m_.cuts.path_chunks[to] = chunks;
   }
 
   Block& block_;

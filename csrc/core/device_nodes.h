@@ -7,6 +7,14 @@
 
 namespace fi {
 
+// Sections of a plan that list words for each member, in the plan or where they are gathered.
+struct MemberLists {
+  int32_t *node_tokens, *reports, *parts;
+};
+
+// By level and request: how many of the 32 requests around it are members of the same node before it.
+using MemberRanks = uint8_t[kForestDepth][kForestRequests];
+
 struct NodeTables {
   int32_t reports_begin[kForestRequests];  // unless all members have single rows
   int32_t path_chunks[kForestRequests];    // of the nodes from the root to this one
@@ -35,24 +43,67 @@ class NodeEmitter {
         lane_(thread_ % kWarp),
         requests_(args.num_requests < kForestRequests ? args.num_requests : kForestRequests) {}
 
-  // With single rows, a phase before put_single_rows(): how many members each node has among 32 requests.
-  FI_DEVICE void count_members() {
-    for_tasks(warp_, kWarps, kMaxInt32, [&](int32_t group, int32_t node, uint32_t peers) {
-      if (node >= 0 && (peers & lanes_before()) == 0)
-        l_.counts[group * count_.nodes + node] = int16_t(count_bits(peers));
-    });
+  // With single rows, a phase before add_members(): how many members each node has among 32 requests.
+  // Begins with warp `first`. ranks: written, unless null.
+  FI_DEVICE void count_members(int first, MemberRanks* ranks = nullptr) {
+    for_tasks((warp_ - first) & (kWarps - 1), kWarps, kMaxInt32,
+              [&](int32_t level, int32_t group, int32_t node, uint32_t peers) {
+                if (node < 0) return;
+                const int before = count_bits(peers & lanes_before());
+                if (before == 0) l_.counts[group * count_.nodes + node] = int16_t(count_bits(peers));
+                if (ranks) (*ranks)[level][group * kWarp + lane_] = uint8_t(before);
+              });
+  }
+
+  // A phase before put_single_rows(): among how many requests before. By the last threads first, which mostly
+  // have nothing else to do.
+  FI_DEVICE void add_members() {
+    FI_ROLL
+    for (int32_t j = kThreads - 1 - thread_; j < count_.nodes; j += kThreads) {
+      int32_t before = 0;
+      FI_ROLL
+      for (int32_t i = j; i < groups() * count_.nodes; i += count_.nodes) {
+        const int32_t members = l_.counts[i];
+        l_.counts[i] = int16_t(before);
+        before += members;
+      }
+    }
+  }
+
+  // As before count_members().
+  FI_DEVICE void clear_members() {
+    FI_ROLL
+    for (int32_t i = thread_; i < groups() * count_.nodes; i += kThreads) l_.counts[i] = 0;
   }
 
   // Of all nodes of a level at once, 32 requests a warp: a member's place is how many members come before it.
-  // Every step-th task from `task` on, before `end`; needs no barrier behind it.
-  FI_DEVICE void put_single_rows(int task, int step, int32_t end) {
-    for_tasks(task, step, end, [&](int32_t group, int32_t node, uint32_t peers) {
+  // Every step-th task from `task` on, before `end`; needs no barrier behind it. to: lists().
+  FI_DEVICE void put_single_rows(const MemberLists& to, int task, int step, int32_t end) {
+    for_tasks(task, step, end, [&](int32_t, int32_t group, int32_t node, uint32_t peers) {
       if (node < 0) return;
-      int32_t before = count_bits(peers & lanes_before());
-      FI_ROLL
-      for (int32_t g = 0; g < group; ++g) before += l_.counts[g * count_.nodes + node];
-      put_single_row(node, group * kWarp + lane_, before);
+      const int32_t before = l_.counts[group * count_.nodes + node] + count_bits(peers & lanes_before());
+      put_single_row(to, node, group * kWarp + lane_, before);
     });
+  }
+
+  // The same, of all tasks, where ranks are known.
+  FI_DEVICE void put_ranked_rows(const MemberLists& to, const MemberRanks& ranks, int task, int step) {
+    const int log2 = bit_width(uint32_t(groups() - 1));
+    FI_ROLL
+    for (; task < count_.levels << log2; task += step) {
+      const int32_t level = task >> log2, group = task & ((1 << log2) - 1), r = group * kWarp + lane_;
+      const int32_t node = r < requests_ ? l_.path[level][r] : -1;
+      if (node >= 0) put_single_row(to, node, r, l_.counts[group * count_.nodes + node] + ranks[level][r]);
+    }
+  }
+
+  FI_DEVICE MemberLists lists() const {
+    return {section<int32_t>(a_.layout.node_tokens), section<int32_t>(a_.layout.reports),
+            section<int32_t>(a_.layout.parts)};
+  }
+
+  FI_DEVICE void put_node(int32_t j) {
+    section<PrefixNode>(a_.layout.nodes)[j] = {l_.leader[j], l_.tokens_begin[j], l_.tokens[j], l_.end[j]};
   }
 
   // When tiles are cut. Returns how many words of reports there are. Without single rows it ends with a
@@ -61,8 +112,7 @@ class NodeEmitter {
   template <class Collective>
   FI_DEVICE int32_t run(Collective& all) {
     FI_ROLL
-    for (int32_t j = other_half(block_); j < count_.nodes; j += kThreads)
-      section<PrefixNode>(a_.layout.nodes)[j] = {l_.leader[j], l_.tokens_begin[j], l_.tokens[j], l_.end[j]};
+    for (int32_t j = other_half(block_); j < count_.nodes; j += kThreads) put_node(j);
     if (!count_.single_rows) return put_any_rows(all);
     return count_.tiles + count_.tokens;
   }
@@ -146,33 +196,31 @@ class NodeEmitter {
     return words;
   }
 
-  // A task is a level and 32 requests: visit(group of requests, the node of this lane's request or -1, lanes
-  // with the same node).
+  // A task is a level and 32 requests: visit(level, group of requests, the node of this lane's request or -1,
+  // lanes with the same node).
   template <class Visit>
   FI_DEVICE void for_tasks(int first, int step, int32_t end, Visit visit) {
-    const int32_t groups = (requests_ + kWarp - 1) / kWarp;
-    const int log2 = bit_width(uint32_t(groups - 1));
-    const int64_t most = a_.config.sharing.max_levels;
-    const int32_t levels = most < kForestDepth ? int32_t(most) : kForestDepth;
+    const int log2 = bit_width(uint32_t(groups() - 1));
     FI_ROLL
-    for (int32_t task = first; task < (levels << log2) && task < end; task += step) {
+    for (int32_t task = first; task < (count_.levels << log2) && task < end; task += step) {
       const int32_t group = task & ((1 << log2) - 1), r = group * kWarp + lane_;
       const int32_t node = r < requests_ ? l_.path[task >> log2][r] : -1;
       const uint32_t peers = find_peers(node);
-      if (peers) visit(group, node, peers);
+      if (peers) visit(task >> log2, group, node, peers);
     }
   }
 
-  FI_DEVICE void put_single_row(int32_t j, int32_t r, int32_t before) {
+  FI_DEVICE void put_single_row(const MemberLists& to, int32_t j, int32_t r, int32_t before) {
     const int32_t row = before * a_.config.group;
     const int32_t number = l_.tile[j] + (row >> tile_log2(l_.kind(j)));
     const int32_t token = l_.tokens_begin[j] + before, own = tile_begin_[r];
-    section<int32_t>(a_.layout.node_tokens)[token] = tiles_.at(kToken, own);
+    to.node_tokens[token] = tiles_.at(kToken, own);
     // Behind the lists of all members before, and the lengths of these lists and of its own.
-    section<int32_t>(a_.layout.reports)[number + token + 1] = tiles_.at(kUnit, own);
-    put_parts(j, own, row);
+    to.reports[number + token + 1] = tiles_.at(kUnit, own);
+    put_parts(to.parts, j, own, row);
   }
 
+  FI_DEVICE int32_t groups() const { return (requests_ + kWarp - 1) / kWarp; }
   FI_DEVICE uint32_t lanes_before() const { return (1u << lane_) - 1; }
 
   // Lanes with the same node, 0 where none has one; by whole warps.
@@ -189,11 +237,10 @@ class NodeEmitter {
   }
 
   // Where the states of the node's items lie, for the member whose first row in the node is `row`.
-  FI_DEVICE void put_parts(int32_t j, int32_t own, int32_t row) {
+  FI_DEVICE void put_parts(int32_t* to, int32_t j, int32_t own, int32_t row) {
     const int32_t tile = first_tile_ + l_.tile[j], chunks = tiles_.at(kChunks, tile);
     const int32_t first_row = tiles_.at(kFirstRow, tile) + row, rows = l_.tokens[j] * a_.config.group;
-    int32_t* const parts =
-        section<int32_t>(a_.layout.parts) + tiles_.at(kFirstPart, own) + n_.path_chunks[j] - chunks;
+    int32_t* const parts = to + tiles_.at(kFirstPart, own) + n_.path_chunks[j] - chunks;
     FI_ROLL
     for (int32_t c = 0; c < chunks; ++c) parts[c] = first_row + c * rows;
   }
@@ -208,7 +255,7 @@ class NodeEmitter {
     for (int32_t i = 0; i < q_len; ++i) node_tokens[i] = first_token + i;
     block_.add(reinterpret_cast<uint32_t*>(&section<MergeUnit>(a_.layout.units)[unit].num_items),
                uint32_t(tiles_.at(kChunks, tile) * (range.last - range.first + 1)));
-    put_parts(j, own, before * group);
+    put_parts(section<int32_t>(a_.layout.parts), j, own, before * group);
     // The lists of the tiles before and of this one each begin with their length.
     int32_t at = n_.reports_begin[j] + pair + range.first + 1;
     FI_ROLL

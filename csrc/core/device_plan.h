@@ -6,6 +6,7 @@
 #include "device_items.h"
 #include "device_nodes.h"
 #include "device_tiles.h"
+#include "device_uncut.h"
 
 namespace fi {
 
@@ -19,15 +20,19 @@ class DevicePlanner {
   using Memory = DevicePlanMemory<kThreads, kTiles>;
   using Sort = BucketSort<Block, kSortBits>;
 
-  // levels, nodes: null unless kShares; `nodes` is filled here.
+  // levels, nodes: null unless kShares; `nodes` is filled here. cuts: read where the count
+  // of levels says that they are known; then there are `lists` too.
   FI_DEVICE DevicePlanner(Block& block, const DevicePlanArgs& args, Memory& memory, Levels* levels = nullptr,
-                          NodeTables* nodes = nullptr)
+                          NodeTables* nodes = nullptr, const NodeCuts* cuts = nullptr,
+                          GatheredLists* lists = nullptr)
       : block_(block),
         a_(args),
         c_(args.config),
         m_(memory),
         levels_(levels),
         nodes_(nodes),
+        cuts_(cuts),
+        lists_(lists),
         all_(block, memory.slots),
         sort_(block, memory.sort),
         budgets_(block, args.config, args.cost_shift, memory.budget),
@@ -40,11 +45,25 @@ class DevicePlanner {
 
   // What needs no levels: counts the tiles of the requests and makes them where shared memory holds them.
   FI_DEVICE void begin() {
-    clear();
     found_ = read_requests();
     made_ = num_tiles_ <= kTiles && !(found_ & ~kSeveralTiles);
     if (made_) flat_total_ = make_tiles(static_cast<const int32_t*>(m_.tile_begin), shared_tiles());
   }
+
+  // The budget behind begin(), for LevelChooser.
+  struct LevelsBudget {
+    DevicePlanner& planner;
+    FI_DEVICE bool is_known() const {
+      const DevicePlanner& p = planner;
+      return p.made_ && p.a_.cost_shift == 0 && has_many_tickets(p.c_, p.num_tiles_);
+    }
+    FI_DEVICE void set(int64_t saved) {
+      planner.budgets_.set_chunks(ideal_budget(planner.c_, planner.flat_total_ - saved, 0));
+    }
+    FI_DEVICE int32_t chunk(int kind) const { return planner.budgets_.last_warps_chunk(kind); }
+    FI_DEVICE int32_t least_chunk() const { return planner.budgets_.last_warps_chunk(kNumTiles); }
+  };
+  FI_DEVICE LevelsBudget levels_budget() { return {*this}; }
 
   // levels: how many there are. Returns how many nodes the plan has: all or none.
   FI_DEVICE int32_t finish(const LevelCounts& levels = {}) {
@@ -58,7 +77,7 @@ class DevicePlanner {
     if constexpr (kShares) count_ = levels;
     // Two copies of the same code, so that the one for most steps addresses shared memory as such.
     if (made_ && num_tiles_ + count_.tiles <= kTiles) {
-      plan(static_cast<const int32_t*>(m_.tile_begin), shared_tiles());
+      if (!plan_uncut()) plan(static_cast<const int32_t*>(m_.tile_begin), shared_tiles());
     } else {
       const GlobalTiles tiles{a_.workspace + c_.limits.max_requests + 1, a_.tile_capacity};
       flat_total_ = make_tiles(tile_begin(), tiles);
@@ -85,25 +104,34 @@ class DevicePlanner {
     sort_.clear();
   }
 
-  // Counts the tiles, copies the lengths, finds the longest; returns PlannerFault and kSeveralTiles.
+  // Clears, counts the tiles, copies the lengths, finds the longest; returns PlannerFault and kSeveralTiles.
   FI_DEVICE uint32_t read_requests() {
     int32_t* const begins = tile_begin();
     auto* bounds = section<int32_t>(a_.layout.kv_len_bounds);
     const int32_t requests = a_.num_requests;
     uint32_t found = 0, carry = 0;
     int32_t longest = 0;
-    if (thread_ == 0) {
+    // By a thread that mostly has no request.
+    if (thread_ == kThreads - 1) {
       const int64_t first = a_.qo_indptr[0], last = a_.qo_indptr[requests];
       if (first < 0) found |= kFaultStarts;
       if (last - first > c_.limits.max_tokens) found |= kFaultTokens;
+      num_tokens_ = int32_t(last - first);
     }
     int32_t base = 0;
     FI_ROLL
     do {
       const int32_t r = base + thread_;
       uint32_t count[1] = {0}, total[1];
+      int32_t first = 0, last = 0, kv_len = 0;
       if (r < requests) {
-        const int32_t first = a_.qo_indptr[r], last = a_.qo_indptr[r + 1], kv_len = a_.kv_lens[r];
+        first = a_.qo_indptr[r];
+        last = a_.qo_indptr[r + 1];
+        kv_len = a_.kv_lens[r];
+      }
+      // While they come.
+      if (base == 0) clear();
+      if (r < requests) {
         bounds[r] = kv_len;
         longest = kv_len > longest ? kv_len : longest;
         uint32_t bad = 0;
@@ -134,6 +162,29 @@ class DevicePlanner {
     return found;
   }
 
+  // Most steps of many tickets; returns false where another way is needed.
+  FI_DEVICE bool plan_uncut() {
+    if (!has_many_tickets(c_, num_tiles_) || (found_ & kSeveralTiles)) return false;
+    using Tiles = SharedTiles<kTiles>;
+    using Uncut = UncutPlanner<Block, Tiles, kShares>;
+    if (!Uncut::applies(a_, count_, num_tiles_)) return false;
+    const auto* const tile_begin = static_cast<const int32_t*>(m_.tile_begin);
+    const Tiles tiles = shared_tiles();
+    Uncut uncut(block_, a_, all_, sort_, budgets_, levels_, nodes_, cuts_, lists_, count_, tiles, num_tiles_);
+    const auto header = [&](const typename Uncut::Use& use) {
+      const Counts counts = {uint32_t(use.items), uint32_t(use.units), uint32_t(use.parts),
+                             uint32_t(use.rows)};
+      write_header(budgets_.last_warps_chunk(0), counts, num_tokens_, use.reports);
+    };
+    if constexpr (kShares)
+      return uncut.run(flat_total_,
+                       NodeEmitter<Block, Tiles>(block_, a_, *levels_, *nodes_, count_, tile_begin, tiles,
+                                                 num_tiles_, num_tiles_ + count_.tiles),
+                       header);
+    else
+      return uncut.run(flat_total_, 0, header);
+  }
+
   template <class Tiles>
   FI_DEVICE void plan(const int32_t* tile_begin, Tiles tiles) {
     const bool many_tickets = has_many_tickets(c_, num_tiles_);
@@ -149,14 +200,15 @@ class DevicePlanner {
     int32_t reports = 0;
     if constexpr (kShares)
       if (count_.nodes > 0) reports = emit_nodes(tile_begin, tiles, flat_tiles);
-    if (thread_ == kThreads - 1)
-      write_header(budgets_.chunk(0), use, a_.qo_indptr[a_.num_requests] - a_.qo_indptr[0], reports);
+    if (thread_ == kThreads - 1) write_header(budgets_.chunk(0), use, num_tokens_, reports);
     ItemEmitter<Block, Tiles, kShares> items(block_, a_, all_, sort_, levels_, nodes_, count_, tiles,
                                              num_tiles_);
     items.run(int32_t(use[0]), sort_shift(c_, greatest), [&](int task, int step, int32_t end) {
       if constexpr (kShares)
-        if (count_.nodes > 0 && count_.single_rows)
-          node_emitter(tile_begin, tiles, flat_tiles).put_single_rows(task, step, end);
+        if (count_.nodes > 0 && count_.single_rows) {
+          auto nodes = node_emitter(tile_begin, tiles, flat_tiles);
+          nodes.put_single_rows(nodes.lists(), task, step, end);
+        }
     });
   }
 
@@ -189,10 +241,11 @@ class DevicePlanner {
       set_tile(tiles, flat_tiles + i, tile);
       cost += scale_cost(tile_cost(c_, tile.kind, tile.kv_end - tile.kv_begin), a_.cost_shift);
     }
-    if (count_.single_rows) node_emitter(tile_begin, tiles, flat_tiles).count_members();
+    if (count_.single_rows) node_emitter(tile_begin, tiles, flat_tiles).count_members(0);
     all_.post(0, warp_sum64(block_, cost));
     all_.meet();
     const int64_t total = warp_sum64(block_, all_.posted(0));
+    if (count_.single_rows) node_emitter(tile_begin, tiles, flat_tiles).add_members();
     const Budget composed = budgets_.choose(tiles, num_tiles_, total, many_tickets);
     if (many_tickets || is_quicker(c_, composed.time, budget.time, a_.cost_shift)) {
       budget = composed;
@@ -397,11 +450,13 @@ class DevicePlanner {
   Memory& m_;
   Levels* const levels_;
   NodeTables* const nodes_;
+  const NodeCuts* const cuts_;
+  GatheredLists* const lists_;
   Collectives<Block, 5> all_;
   Sort sort_;
   BudgetChooser<Block, kShares> budgets_;
   const int thread_;
-  int32_t num_tiles_ = 0, longest_ = 0;
+  int32_t num_tiles_ = 0, longest_ = 0, num_tokens_ = 0;  // query tokens: known to the last thread
   int64_t flat_total_ = 0, flat_cost_ = 0;  // of all tiles without nodes, and of those that this thread made
   uint32_t found_ = 0;
   bool made_ = false;  // the requests' tiles lie in shared memory

@@ -21,6 +21,10 @@ inline constexpr int32_t kForestSlots = 2 * kPairSlots;
 
 static_assert(kPairSlots == 2 * kForestRequests);
 
+// Of a batch of so many, blocks keep in shared memory where rows begin, and the first pages are a column:
+// then candidate() asks for no groups.
+inline constexpr int32_t kFewRequests = 256;
+
 enum RequestState : uint8_t { kDone, kActive, kComparing };
 
 struct alignas(16) ForestMemory {
@@ -34,12 +38,16 @@ struct alignas(16) ForestMemory {
   uint8_t state[kForestRequests];  // RequestState
   uint8_t q_len[kForestRequests];  // query tokens, where pages > 0
   int32_t broken;
+  int64_t row_begin[kFewRequests];  // of few requests
 };
 
 // The distinct pairs of a leader and the pages in common with it, in any order.
-struct ForestPairs {
+struct alignas(16) ForestPairs {
+  // A leader and the pages, as far as one word holds both.
+  static constexpr int kPageBits = 22;
+  static_assert(kForestRequests <= 1 << (32 - kPageBits));
   union {
-    int64_t key[kForestRequests];
+    uint32_t key[kForestRequests];
     int32_t page[kPairSlots];  // of the columns
   };
   union {
@@ -69,15 +77,12 @@ class LeaderSamples {
         thread_(block.thread()) {
     const int32_t tables = (kForestSlots / 2 >> log2_) - 1;
     // Of many requests those behind the first pages alone.
-    first_ = tables > kMost;
+    first_ = width_ <= kFewRequests;
     columns_ = first_ ? kMost + 1 : tables;
   }
 
-  // Whether the first pages are a column too: then candidate() asks for no groups.
-  FI_DEVICE bool first_pages() const { return first_; }
-
   // Asks for the pages, which insert() waits for: they come without registers, so that the loop stays one.
-  // longest: pages of a row.
+  // longest: pages of a row. Behind a barrier behind row_begin.
   FI_DEVICE void load(int32_t longest) {
     // Known divisors.
     unit_ = first_ ? longest / (2 * kMost) : columns_ == 3 ? longest / 6 : longest / 2;
@@ -86,7 +91,15 @@ class LeaderSamples {
     for (int32_t task = thread_; task < columns_ * width_; task += kThreads)
       if (is_in_row(task))
         block_.copy_async(&p_.page[task],
-                          &rows_.indices[rows_.row_begin[request(task)] + int64_t(depth(task)) * rows_.step]);
+                          &rows_.indices[begin(request(task)) + int64_t(depth(task)) * rows_.step]);
+  }
+
+  // Of the first pages: notes what they are.
+  FI_DEVICE void keep_first_pages() {
+    block_.wait_copies();
+    FI_ROLL
+    for (int32_t r = thread_; r < requests_; r += kThreads)
+      if (m_.pages[r] > 0) m_.next[r] = p_.page[r];
   }
 
   FI_DEVICE void insert() {
@@ -115,6 +128,8 @@ class LeaderSamples {
   }
 
  private:
+  FI_DEVICE int64_t begin(int32_t r) const { return first_ ? m_.row_begin[r] : rows_.row_begin[r]; }
+
   // A task is a request in a column; the tasks of a warp are in one.
   FI_DEVICE int32_t request(int32_t task) const { return task & (width_ - 1); }
   FI_DEVICE int32_t column(int32_t task) const { return task >> log2_; }

@@ -37,10 +37,12 @@ struct DeviceShareMemory {
   Inbox inbox;
   union {
     ForestMemory leaders;   // until depths are found
-    LevelsMemory choosing;  // until levels are chosen; its sums are cleared while nodes are sorted
+    LevelsMemory choosing;  // until the plan is made if kBeside, else until levels are chosen; its sums are
+                            // cleared while nodes are sorted
     std::conditional_t<kBeside, None, Planning> planning_behind;
   };
   std::conditional_t<kBeside, Planning, None> planning_beside;
+  std::conditional_t<kBeside, GatheredLists, None> lists;
   union {
     struct {
       ForestNodesMemory sorting;             // until nodes are built
@@ -59,6 +61,12 @@ struct DeviceShareMemory {
   static_assert(sizeof(ForestNodesMemory) <= offsetof(Levels, path));
   static_assert(sizeof(LevelsMemory) <= offsetof(ForestMemory, q_len));
 
+  FI_DEVICE GatheredLists* gathered() {
+    if constexpr (kBeside)
+      return &lists;
+    else
+      return nullptr;
+  }
   FI_DEVICE Planning& planning() {
     if constexpr (kBeside)
       return planning_beside;
@@ -84,26 +92,29 @@ FI_DEVICE void add_to_tally(Block& block, const PlannerConfig& c, const Levels& 
 }
 
 // Of the nodes of a forest those that pay; by one block. pairs: what the finder has found.
-template <class Block, bool kBeside>
+template <class Block, bool kBeside, class Budget>
 FI_DEVICE LevelCounts choose_levels(Block& block, GroupScan<Block>& scan, const DeviceShareArgs& args,
-                                    int32_t requests, int32_t pairs, DeviceShareMemory<Block, kBeside>& m) {
+                                    int32_t requests, int32_t pairs, bool wide,
+                                    DeviceShareMemory<Block, kBeside>& m, Budget budget) {
   const DevicePlanArgs& plan = args.plan;
   LevelChooser<Block> chooser(block, scan, m.nodes, pairs, requests, args.forest.page_size, m.choosing,
                               m.levels);
-  const NodeCount nodes = ForestNodeBuilder<Block, GroupScan<Block>>(block, scan, m.leaders, requests,
-                                                                     m.sorting, m.nodes, m.levels.path)
-                              .run(
-                                  pairs, args.forest.max_depth, [&] { chooser.clear(); },
-                                  [&] { chooser.add_requests(plan.config, m.leaders.q_len); });
+  const NodeCount nodes =
+      ForestNodeBuilder<Block, GroupScan<Block>>(block, scan, m.leaders, requests, m.sorting, m.nodes,
+                                                 m.levels.path)
+          .run(
+              pairs, wide, args.forest.max_depth, [&] { chooser.clear(); },
+              [&](auto parent) { chooser.add_requests(plan.config, m.leaders.q_len, parent); });
   FI_PHASE(block, "nodes");
-  return chooser.choose(plan.config, nodes);
+  return chooser.choose(plan.config, nodes, budget);
 }
 
 template <class Block, bool kBeside>
 FI_DEVICE void plan_shared(Block& block, const DeviceShareArgs& args, DeviceShareMemory<Block, kBeside>& m) {
   const DevicePlanArgs& plan = args.plan;
   GroupScan<Block> scan(block, m.slots);
-  DevicePlanner<Block, true> planner(block, plan, m.planning(), &m.levels, &m.tables);
+  DevicePlanner<Block, true> planner(block, plan, m.planning(), &m.levels, &m.tables, &m.choosing.cuts,
+                                     m.gathered());
   ForestFinder<Block, kBeside> finder(block, scan, args.forest, m.leaders, m.sorting.pairs, m.received,
                                       m.inbox);
   bool begun = false;
@@ -115,7 +126,13 @@ FI_DEVICE void plan_shared(Block& block, const DeviceShareArgs& args, DeviceShar
   FI_PHASE(block, "searched");
   if (block.cta() != 0) return finder.leave();
   LevelCounts levels;
-  if (pairs > 0) levels = choose_levels(block, scan, args, finder.num_requests(), pairs, m);
+  if (pairs > 0) {
+    if constexpr (kBeside)
+      levels = choose_levels(block, scan, args, finder.num_requests(), pairs, finder.wide(), m,
+                             planner.levels_budget());
+    else
+      levels = choose_levels(block, scan, args, finder.num_requests(), pairs, finder.wide(), m, NoBudget{});
+  }
   FI_PHASE(block, "levels");
   if (!begun) planner.begin();
   FI_PHASE(block, "flat tiles");

@@ -62,7 +62,8 @@ FI_DEVICE int32_t shape_rows(int32_t shape) { return shape >> 8; }
 template <int kWarps>
 struct BudgetMemory {
   int64_t load[kWarps], largest[kWarps], counts[kWarps];
-  int32_t chunk[kWarps][kNumTiles];  // KV tokens of an item by query tile, each warp's own copy
+  // KV tokens of an item by query tile, and the least of them; each warp's own copy.
+  int32_t chunk[kWarps][kNumTiles + 1];
 };
 
 // kTiles: of requests and nodes, and so of requests.
@@ -97,7 +98,8 @@ FI_DEVICE int32_t tile_length(Tiles tiles, int32_t tile) {
 }
 
 // The last of `count` > 0 entries that is at most `value`; the first one is.
-FI_DEVICE int32_t find_last(const int32_t* sorted, int32_t count, int32_t value) {
+template <class T>
+FI_DEVICE int32_t find_last(const T* sorted, int32_t count, int32_t value) {
   int32_t low = 0;
   while (count > 1) {
     const int32_t half = count / 2;

@@ -131,8 +131,11 @@ FI_HOST_DEVICE int64_t candidate_budget(int64_t ideal, int candidate) {
 
 // KV tokens of one item of this tile kind when an item may cost `budget`.
 FI_HOST_DEVICE int32_t chunk_tokens(const PlannerConfig& c, int kind, int64_t budget) {
-  const int64_t align = chunk_align(c), tokens = ceil_div(budget, c.beta[kind]);
-  return saturate32(ceil_div(tokens < c.min_chunk ? c.min_chunk : tokens, align) * align);
+  const int64_t align = chunk_align(c), enough = ceil_div(budget, c.beta[kind]);
+  const int64_t tokens = enough < c.min_chunk ? c.min_chunk : enough;
+  // Mostly a power of two: a device waits for a division.
+  if (align & (align - 1)) return saturate32(ceil_div(tokens, align) * align);
+  return saturate32((tokens + align - 1) & -align);
 }
 
 FI_HOST_DEVICE uint32_t chunk_count(int32_t kv_tokens, int32_t chunk) {

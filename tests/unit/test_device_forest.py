@@ -158,6 +158,21 @@ def test_large_batches(requests: int, pages: int, blocks: str) -> None:
     torch.testing.assert_close(device.members, host.members)
 
 
+def test_pairs_that_no_word_holds() -> None:
+    """Parts of one run so long that leaders and common pages are sorted as two words."""
+    run, behind = 6 << 20, 16
+    first = torch.tensor([0, 1 << 20, 1 << 20, 0])
+    pages = (run + behind - first).int()
+    indices = torch.zeros(run + behind, dtype=torch.int32)
+    indices[run:] = 1
+    table = PageTable(indices, first, torch.full((4,), run + behind), pages + 1, page_size=1)
+    host = PrefixForest.from_page_table(table, pages)
+    device = find(table, torch.ones(4, dtype=torch.int32))
+    assert host.num_nodes == 3
+    torch.testing.assert_close(device.nodes, host.nodes)
+    torch.testing.assert_close(device.members, host.members)
+
+
 def test_rows_without_bounds_share_nothing() -> None:
     """Bounds that are no range of the table, and lengths beyond a row, never let a page be read outside."""
     indices = torch.zeros(24, dtype=torch.int32)

@@ -44,11 +44,11 @@ def plan_of_table(rows: np.ndarray, blocks: str) -> tuple[Plan, list[int]]:
 @pytest.mark.parametrize(
     ("name", "nodes", "block_barriers", "cluster_barriers", "warp_steps"),
     [
-        ("nothing", 0, 10, 0, 65),
-        ("one prompt", 1, 20, 1, 135),
-        ("groups", 33, 21, 1, 145),
-        ("four levels", 84, 23, 1, 160),
-        ("pairs", 128, 20, 1, 145),
+        ("nothing", 0, 9, 0, 46),
+        ("one prompt", 1, 18, 1, 114),
+        ("groups", 33, 19, 1, 129),
+        ("four levels", 84, 21, 1, 147),
+        ("pairs", 128, 18, 1, 118),
     ],
 )
 def test_barriers_of_a_serving_step(

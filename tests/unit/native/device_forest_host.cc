@@ -62,7 +62,7 @@ void find(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorVie
     if (pairs > 0)
       found = ForestNodeBuilder<Thread, GroupScan<Thread>>(thread, scan, m.leaders, finder.num_requests(),
                                                            m.sorting, m.nodes, m.levels.path)
-                  .run(pairs, args.max_depth, [] {}, [] {});
+                  .run(pairs, finder.wide(), args.max_depth, [] {}, [](auto) {});
     count = found.nodes;
     considered = finder.num_requests();
     if (count > 0)

@@ -23,6 +23,10 @@
 #if !defined(FI_READS_FRAGMENTS)
 #define FI_READS_FRAGMENTS 0
 #endif
+// Whether warps share tiles of few rows in the batch-invariant mode.
+#if !defined(FI_SHARED_ROWS)
+#define FI_SHARED_ROWS 0
+#endif
 // Programmatic dependent launch: the grid starts while the kernel before it ends (sm_90).
 #if !defined(FI_PDL)
 #define FI_PDL FI_SM90A

@@ -4,6 +4,7 @@
 #include "../sm90/widened.cuh"
 #include "levels.cuh"
 #include "merge.cuh"
+#include "shared_rows.cuh"
 
 namespace fi::sm80 {
 
@@ -157,6 +158,52 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
   return false;
 }
 
+// run_invariant_item() of a tile of one row group, which all warps share.
+template <class Traits>
+__device__ __forceinline__ void run_shared_rows(const AttentionParams& p, const LaunchConstants& c,
+                                                Control& control, const Work& w, int tid, char* shared,
+                                                uint32_t stages, Ring<Traits::kStages> stage, int tiles,
+                                                int grid_tiles) {
+  Consumer<Traits> x(p, c, w, tid, shared);
+  SharedRows<Traits> rows(x, shared);
+  const float scale = x.logit_scale();
+  const int first_tile = w.kv_begin / Traits::kKvTile;
+  int partial = w.partial;
+#pragma unroll 1
+  for (int i = 0; i < tiles; ++i) {
+    if (i > 0 && (first_tile + i) % grid_tiles == 0) {
+      if (w.folds) {
+        rows.fold();
+      } else {
+        rows.store_chunk(partial);
+        partial += w.planned_rows;
+      }
+    }
+    ptx::mbarrier_wait(full_barrier(control, stage), stage.lap >> 1 & 1);
+    rows.step(stages + stage.at * Traits::kStageBytes, i, w.kv_begin + i * Traits::kKvTile, scale);
+    ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[stage.at]), x.lane);
+    stage.advance();
+  }
+  if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
+  float lse[2], factor[2] = {1.f, 1.f};
+  if (w.folds) {
+    rows.fold();
+    rows.take_whole(lse);
+  } else {
+    for (int r = 0; r < 2; ++r) x.state.finish(r, lse[r], factor[r]);
+  }
+  if (w.partial < 0) {
+    rows.store_final(lse, factor);
+    return;
+  }
+  if (w.faults) lse[0] = lse[1] = quiet_nan();
+  rows.store_partial(partial, lse, factor);
+  // Chunks that the exact lengths left empty.
+  const float none[2] = {-INFINITY, -INFINITY};
+  for (partial += w.planned_rows; partial < w.partial_end; partial += w.planned_rows)
+    rows.store_partial(partial, none, factor);
+}
+
 // The batch-invariant mode: one warp takes all tiles of a row group in their order, and states end at fixed
 // key positions. The first item of a unit joins its grid chunks into one state; every other one stores each
 // of them.
@@ -165,11 +212,14 @@ __device__ __forceinline__ void run_invariant_item(const AttentionParams& p, con
                                                    Control& control, const Work& w, int tid, char* shared,
                                                    uint32_t stages, const Ring<Traits::kStages>& stage,
                                                    int tiles) {
+  const int grid_tiles =
+      reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header)->invariant_grid / Traits::kKvTile;
+  if constexpr (kSharesRows<Traits>)
+    if (row_groups(w) == 1)
+      return run_shared_rows<Traits>(p, c, control, w, tid, shared, stages, stage, tiles, grid_tiles);
   Consumer<Traits> x(p, c, w, tid, shared);
   if (x.member > 0) return;
   GridState<Traits> grid;
-  const int grid_tiles =
-      reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header)->invariant_grid / Traits::kKvTile;
   const int first_tile = w.kv_begin / Traits::kKvTile;
   int partial = w.partial;
   attend<Traits>(x, control, stages, stage, tiles, [&](int i) {

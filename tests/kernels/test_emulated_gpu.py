@@ -16,6 +16,8 @@ import torch
 from attention_batch import SPLIT_COSTS, Batch, check
 from attention_strategies import ROOMY
 from engine_memory import Layout
+from numeric import assert_bitwise_equal
+from sequences import Sequence, compute
 
 from fi_backend import BatchAttention, PageTable
 from fi_backend.core import jit, kernels
@@ -24,7 +26,9 @@ from fi_backend.core.sharing import flat_reason
 from fi_backend.core.spec import AttentionSpec
 
 # Written and tested, off until they have been measured.
-UNMEASURED = tuple((f"FI_{name}", "1") for name in ("FEW_ROWS", "WARM_TILES", "READS_FRAGMENTS"))
+UNMEASURED = tuple(
+    (f"FI_{name}", "1") for name in ("FEW_ROWS", "WARM_TILES", "READS_FRAGMENTS", "SHARED_ROWS")
+)
 SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "wgmma": ("sm_90a", {"head_dim": 80}),
     "two tiles a step": ("sm_90a", {"head_dim": 64}),
@@ -39,6 +43,11 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("sm_90a", {"head_dim": 80, "kv_dtype": "float8_e4m3fn"}),
     "masks and transforms": ("sm_90a", {"head_dim": 64, "custom_mask": True, "logits_soft_cap": 20.0}),
     "batch-invariant": ("sm_80", {"head_dim": 64, "batch_invariant": True}),
+    "unmeasured, batch-invariant": ("sm_90a", {"head_dim": 80, "batch_invariant": True}),
+    "unmeasured, batch-invariant, fp8": (
+        "sm_90a",
+        {"head_dim": 64, "kv_dtype": "float8_e4m3fn", "batch_invariant": True},
+    ),
 }
 
 
@@ -172,6 +181,18 @@ def test_weights_stay_finite_where_logits_are_more_than_one_apart(name: str, q_l
     attn.plan(torch.tensor([0, q_len], dtype=torch.int32), table)
     out = attn.run(q, *kv.to(getattr(torch, spec.kv_dtype))).float()
     torch.testing.assert_close(out, torch.ones_like(out), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if "batch-invariant" in name], indirect=True)
+def test_a_token_alone_has_the_bits_that_it_has_in_a_tile_of_128_rows(name: str) -> None:
+    """One warp computes rows of tall tiles; all warps share a tile of few rows."""
+    spec, costs = layer(name), replace(SPLIT_COSTS, invariant_grid=128)
+    sequence = Sequence.random(spec, 700, 0)
+    [together] = compute(spec, [(sequence, 650, 700)], num_ctas=1, costs=costs)
+    for begin, end, num_ctas in ((699, 700, 1), (699, 700, 24), (690, 695, 3), (651, 653, 24)):
+        [alone] = compute(spec, [(sequence, begin, end)], num_ctas=num_ctas, costs=costs)
+        for mine, all_rows in zip(alone, together, strict=True):
+            assert_bitwise_equal("rows", mine, all_rows[begin - 650 : end - 650])
 
 
 @pytest.mark.parametrize("name", ["unmeasured", "unmeasured, fp8", "unmeasured, heads of 256"], indirect=True)

@@ -33,10 +33,12 @@ def test_a_proxy_is_not_asked_for_a_server_of_this_machine(
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nobody listens
-    settings = {"environment": env.child_environment(), "log": tmp_path / "log", "start_timeout": 300}
+    log = tmp_path / "logs" / "today" / "log"  # folders that nobody has made
+    settings = {"environment": env.child_environment(), "log": log, "start_timeout": 300}
     with Server("server", [sys.executable, "-c", PROGRAM], "m", **settings) as server:
         assert server.metric("requests") == 7
     assert server.stop() != 0
+    assert log.is_file()
 
 
 STUBBORN = PROGRAM.replace(

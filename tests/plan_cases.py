@@ -21,6 +21,7 @@ COSTS = {
     "fine": CostModel(granule=4, min_chunk=4, invariant_grid=8),
     "coarse": CostModel(granule=96, min_chunk=1000, part_cost=5000, invariant_grid=640, share_cost=5000),
     "cheap levels": CostModel(granule=96, min_chunk=1000, part_cost=5000, invariant_grid=640, share_cost=200),
+    "overlap": CostModel(granule=16, min_chunk=64, invariant_grid=64, overlap=True),
     # Sharing pays wherever it saves a key.
     "eager": CostModel(granule=16, min_chunk=16, alpha=0, beta=(1, 1, 1, 1, 1), part_cost=0, share_cost=0),
 }
@@ -121,3 +122,7 @@ def visible_range(case: PlanCase, request: int, q_begin: int, q_rows: int) -> tu
         if first < last:
             begin, end = min(begin, first), max(end, last)
     return (begin, end) if begin < end else (0, 0)
+
+
+# A chunk of a prompt beside decoding requests, under costs that let both overlap.
+MIXED = PlanCase((500, *(1,) * 64), (8192, *(4096,) * 64), num_ctas=132, heads=8, group=4, costs="overlap")

@@ -4,7 +4,8 @@
     python benchmarks/kernels/compare_defines.py --only pre_1x8k,dec_const \\
         --way now --way taller:FI_TILE=256,FI_STAGES=3 --way mma:kernel=mma --peers fa3,flashinfer-decode
 
-`kernel` is no define but one of fi_backend.core.kernel_choice's.
+`kernel` is no define but one of fi_backend.core.kernel_choice's, and costs.NAME=INT is a field of CostModel,
+such as costs.overlap=1.
 
 For the time of tuning: a define that the sources do not know yet changes nothing but the module's name. Rows
 and peers are those of `fi-backend bench kernels --device cuda`.
@@ -31,6 +32,7 @@ from fi_backend.benchmarks.peers import Peer, Problem, Run
 from fi_backend.cli.bench_choice import available_peers, chosen_by_name
 from fi_backend.core import kernels
 from fi_backend.core.jit import ModuleSpec
+from fi_backend.core.planner import CostModel
 
 Defines = dict[str, str]
 
@@ -95,9 +97,9 @@ def enter_all(
         found[name] = Entered(captured, errors(captured.output, sample))
 
     for name, defines in map(parse_way, ways):
-        kernel = defines.pop("kernel", None)
+        kernel, costs = defines.pop("kernel", None), costs_of(defines, problem.q.device)
         with_defines(name, defines)
-        enter(name, prepare_ours(problem, kernel=kernel).run)
+        enter(name, prepare_ours(problem, kernel=kernel, costs=costs).run)
     for peer in peers:
         try:
             enter(peer.name, peer.prepare(problem))
@@ -110,6 +112,14 @@ def parse_way(text: str) -> tuple[str, Defines]:
     """Return the name and the defines of `--way`."""
     name, _, rest = text.partition(":")
     return name, dict(each.split("=", 1) for each in rest.split(",") if each)
+
+
+def costs_of(defines: Defines, device: torch.device) -> CostModel:
+    """Take what is said of costs out of `defines` and return the model that follows from it."""
+    usual = CostModel.for_device(device)
+    changed = {key: int(defines.pop(key)) for key in list(defines) if key.startswith("costs.")}
+    fields = {key.removeprefix("costs."): value for key, value in changed.items()}
+    return replace(usual, **{key: type(getattr(usual, key))(value) for key, value in fields.items()})
 
 
 _plain = kernels.cuda_attention_module

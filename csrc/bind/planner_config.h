@@ -8,7 +8,7 @@
 
 namespace fi::bind {
 
-inline constexpr int64_t kConfigFields = 27;
+inline constexpr int64_t kConfigFields = 28;
 
 inline PlannerConfig read_config(TensorView config) {
   expect_vector("config", config, kInt64, kConfigFields);
@@ -33,6 +33,7 @@ inline PlannerConfig read_config(TensorView config) {
   c.share_cost = int32_t(v[19 + kNumTiles]);
   c.share_latency = int32_t(v[20 + kNumTiles]);
   c.longest_first = int32_t(v[21 + kNumTiles]);
+  c.overlaps = int32_t(v[22 + kNumTiles]);
   return c;
 }
 

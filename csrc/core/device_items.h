@@ -46,14 +46,17 @@ class ItemEmitter {
       int task = counted ? idle + warp_ - 1 : warp_ - busy;
       if (!counted) {
         int64_t load = 0;
+        int32_t tall = 0;
         FI_ROLL
         for (int32_t base = 0; base + warp_ * kWarp < num_items; base += kThreads) {
           const ItemKey next = item_key(base + thread_, num_items, shift);
           sort_.count(next.key, base == 0);
           load += next.item.cost;
+          if (c_.overlaps) tall += count_bits(block_.ballot(next.key.valid && is_tall(next.item)));
           if (base == 0) k = next;
         }
         all_.post(0, warp_sum64(block_, load));
+        all_.post(1, tall);
       } else if (warp_ == 0) {
         sort_.scan_positions();
         task = -1;
@@ -67,10 +70,11 @@ class ItemEmitter {
     }
     block_.sync();
     if (warp_ == kWarps - 1) write_ends(block_, a_, sort_, num_items, end);
+    const Overlap order = order_of(block_, c_, count_.nodes, num_items, all_.posted(1));
     FI_ROLL
     for (int32_t base = 0;; base += kThreads) {
       const uint32_t at = sort_.place(k.key);
-      if (base + thread_ < num_items) write_item(base + thread_, k, at);
+      if (base + thread_ < num_items) write_item(base + thread_, k, order.place(int32_t(at)));
       const int32_t next = base + kThreads;
       if (next >= num_items) return;
       k = {};
@@ -85,6 +89,13 @@ class ItemEmitter {
     const int lane = block.thread() % kWarp;
     const int64_t load = warp_sum64(block, loads);
     return lane < kBundleSizes ? first_bundled_bucket(config, num_nodes, load, shift, lane + 1) : 0;
+  }
+
+  // How items are drawn, by whole warps; tall: how many of each warp's items are.
+  static FI_DEVICE Overlap order_of(Block& block, const PlannerConfig& config, int32_t num_nodes,
+                                    int32_t num_items, int64_t tall) {
+    if (!config.overlaps) return {};
+    return overlap(config, num_nodes, num_items, int32_t(warp_sum64(block, tall)));
   }
 
   // By the warp that has written the header, when positions are scanned, while buckets still say where they
@@ -142,7 +153,7 @@ class ItemEmitter {
                      chunk_rows);
   }
 
-  FI_DEVICE void write_item(int32_t item, const ItemKey& k, uint32_t at) {
+  FI_DEVICE void write_item(int32_t item, const ItemKey& k, int32_t at) {
     const WorkItem& w = k.item;
     const int32_t t = k.tile;
     block_.store(section<WorkItem>(a_.layout.items) + at, w);

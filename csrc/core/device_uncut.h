@@ -112,6 +112,7 @@ class UncutPlanner {
     sort_.count(key, true);
     all_.post(0, warp_sum64(block_, item.cost));
     all_.post(1, block_.ballot(cut) != 0);
+    if (c_.overlaps) all_.post(2, count_bits(block_.ballot(valid && is_tall(item))));
     all_.meet();
     FI_PHASE(block_, "items counted");
     if (block_.ballot(all_.posted(1) != 0)) {
@@ -140,8 +141,9 @@ class UncutPlanner {
     if constexpr (kShares)
       if (shares) write_lists(nodes.lists(), int32_t(use[1]));
     const uint32_t at = sort_.place(key);
+    const Overlap order = Items::order_of(block_, c_, count_.nodes, items, all_.posted(2));
     if (!valid) return true;
-    block_.store(section<WorkItem>(a_.layout.items) + at, item);
+    block_.store(section<WorkItem>(a_.layout.items) + order.place(int32_t(at)), item);
     return true;
   }
 

@@ -14,12 +14,14 @@ namespace fi {
 
 void sort_longest_first(const PlannerConfig& config, std::span<const WorkItem> items, WorkItem* sorted,
                         int32_t num_nodes, PlanHeader& header) {
-  int32_t greatest = 0;
+  int32_t greatest = 0, tall = 0;
   int64_t load = 0;
   for (const WorkItem& item : items) {
     greatest = std::max(greatest, item.cost);
     load += item.cost;
+    tall += is_tall(item);
   }
+  const Overlap order = overlap(config, num_nodes, int32_t(items.size()), tall);
   const int shift = sort_shift(config, uint32_t(greatest));
   std::array<uint32_t, kSortBuckets> position{};
   for (const WorkItem& item : items) ++position[size_t(sort_bucket(uint32_t(item.cost), shift))];
@@ -30,7 +32,7 @@ void sort_longest_first(const PlannerConfig& config, std::span<const WorkItem> i
     header.bundled[k] = bucket < kSortBuckets ? int32_t(items.size() - position[size_t(bucket)]) : 0;
   }
   for (const WorkItem& item : items)
-    sorted[position[size_t(sort_bucket(uint32_t(item.cost), shift))]++] = item;
+    sorted[order.place(int32_t(position[size_t(sort_bucket(uint32_t(item.cost), shift))]++))] = item;
 }
 
 void assign_queues(std::span<const WorkItem> items, int32_t num_kv_heads, int32_t num_queues, int32_t* begin,

@@ -234,6 +234,29 @@ FI_HOST_DEVICE int sort_shift(const PlannerConfig& c, uint32_t greatest_cost) {
 
 FI_HOST_DEVICE int sort_bucket(uint32_t cost, int shift) { return kSortBuckets - 1 - int(cost >> shift); }
 
+// How items are drawn of a step of prefills and decoding requests. Those of the greatest tile are bound by
+// arithmetic, all others by memory, and as a rule cheaper: by cost alone the memory would idle first and the
+// arithmetic afterwards. Behind the first items, for two thirds of the CTAs, stand five eighths of the
+// others, which the rest of the CTAs take; what is left of these comes last, and balances.
+struct Overlap {
+  int32_t first = 0, from = 0, moved = 0;  // items; none is moved where `moved` is 0
+
+  // Where the item at `position` of the order of costs stands.
+  FI_HOST_DEVICE int32_t place(int32_t position) const {
+    if (position < first || position >= from + moved) return position;
+    return position < from ? position + moved : position - (from - first);
+  }
+};
+
+// tall: how many of the items have the greatest tile.
+FI_HOST_DEVICE Overlap overlap(const PlannerConfig& c, int32_t num_nodes, int32_t items, int32_t tall) {
+  const int32_t ctas = (c.num_ctas - c.num_ctas / 3) / c.num_kv_heads, first = ctas > 1 ? ctas : 1;
+  if (!c.overlaps || !c.longest_first || c.planned_queues || num_nodes > 0 || tall <= first) return {};
+  return {first, tall, int32_t(int64_t(items - tall) * 5 / 8)};
+}
+
+FI_HOST_DEVICE bool is_tall(const WorkItem& item) { return item.tile_log2 == tile_log2(kNumTiles - 1); }
+
 // The first bucket whose items may be drawn for 2^log2 KV heads at once, kSortBuckets if there is none: these
 // heads together cost at most half of what a CTA gets of the load, the cost of all items. Without nodes there
 // is none: what memory bounds takes as long one after another, in tickets that are easier to balance.

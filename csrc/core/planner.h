@@ -48,6 +48,7 @@ struct PlannerConfig {
   int32_t share_cost;     // the same of an item of a prefix node or of a composed request
   int32_t share_latency;  // what the states of nodes hold up a composed step
   int32_t longest_first;  // 0: items stand in the order of the requests, those of nodes behind them
+  int32_t overlaps;       // 1: some CTAs read for short tiles while others compute tall ones
 };
 
 // Upper bounds of everything a plan within `config.limits` can contain; see capacity.cc for the proof.

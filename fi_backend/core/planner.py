@@ -69,7 +69,8 @@ class CostModel:
     beta: by query tile 1, 16, 32, 64, 128. granule: chunk borders are multiples of it (KV tokens).
     min_chunk: KV tokens below which a split does not pay. invariant_grid: chunk length of the
     batch-invariant mode. share_cost: instead of part_cost, of an item of a prefix node or of a request behind
-    one. share_latency: what a composed step takes beside its work. How the figures were fitted:
+    one. share_latency: what a composed step takes beside its work. overlap: of steps that prefill and decode,
+    some workers read for decoding requests while the others compute. How the figures were fitted:
     docs/design/log.md.
     """
 
@@ -81,6 +82,7 @@ class CostModel:
     invariant_grid: int = 512
     share_cost: int = 16
     share_latency: int = 0
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if len(self.beta) != len(QUERY_TILES):
@@ -94,6 +96,8 @@ class CostModel:
             lower = int(name in least_one)
             if not lower <= value < 2**31:
                 raise ValueError(f"{name}: expected {lower} .. 2**31 - 1; got {value}.")
+        if not isinstance(self.overlap, bool):
+            raise TypeError(f"overlap: expected a bool; got {self.overlap!r}.")
 
     @classmethod
     def for_device(cls, device: torch.device | str) -> CostModel:
@@ -184,6 +188,7 @@ class Planner:
                 costs.share_cost,
                 costs.share_latency,
                 longest_first,
+                costs.overlap,
             ],
             dtype=np.int64,
         )

@@ -12,7 +12,7 @@ from examples import share
 from hypothesis import example, given
 from hypothesis import strategies as st
 from native_planner import plan_as_device
-from plan_cases import COSTS, PlanCase, cases
+from plan_cases import COSTS, MIXED, PlanCase, cases
 
 from fi_backend.core.plan import PLAN_MAGIC, PLAN_VERSION, Plan
 from fi_backend.core.planner import Limits, Planner
@@ -62,6 +62,9 @@ def test_bytes_equal_the_hosts(case: PlanCase, seed: int, longest_first: bool) -
 @given(steps, st.integers(0, 2**31 - 1), st.booleans())
 @example(PlanCase((1,) * 256, tuple(range(1, 257)), group=4, heads=8, num_ctas=132), 1, True)
 @example(PlanCase((1,) * 256, tuple(100 * i for i in range(256)), heads=1, num_ctas=132), 2, False)
+@example(replace(MIXED, q_lens=(2048, *MIXED.q_lens[1:])), 3, True)
+@example(replace(MIXED, q_lens=(2048, *MIXED.q_lens[1:]), num_ctas=12), 4, True)
+@example(replace(MIXED, q_lens=(9000, *MIXED.q_lens[1:]), kv_lens=(70_000, *MIXED.kv_lens[1:])), 5, True)
 def test_bytes_equal_the_hosts_in_a_block_of_full_size(
     case: PlanCase, seed: int, longest_first: bool
 ) -> None:

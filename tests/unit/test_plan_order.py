@@ -6,6 +6,7 @@ from __future__ import annotations
 import heapq
 import random
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from examples import share
 from hypothesis import example, given
 from hypothesis import strategies as st
-from plan_cases import PlanCase, cases
+from plan_cases import MIXED, PlanCase, cases
 from shared_tables import host_plan, page_table, random_case, tree
 
 from fi_backend.core.plan import Plan
@@ -29,20 +30,52 @@ def model_cost(case: PlanCase, item: np.void) -> int:
     return min(INT32_MAX, costs.alpha * (1 << tile) + beta * int(item["kv_end"] - item["kv_begin"]) + split)
 
 
+T = TypeVar("T")
+
+
+def drawn(case: PlanCase, plan: Plan, ordered: list[T]) -> list[T]:
+    """Items in the order of their costs as they are drawn: two thirds of the CTAs begin with tall tiles."""
+    tall = int((plan.items["tile_log2"] == 7).sum())
+    first = max(1, (case.num_ctas - case.num_ctas // 3) // case.heads)
+    if not case.cost_model.overlap or case.planned_queues or tall <= first:
+        return ordered
+    moved = tall + (len(ordered) - tall) * 5 // 8
+    return ordered[:first] + ordered[tall:moved] + ordered[first:tall] + ordered[moved:]
+
+
 @share(300)
 @given(cases(max_requests=60))
 @example(PlanCase((1,) * 300, tuple(range(300)), num_ctas=132))
 @example(PlanCase((1, 1), (2**31 - 1, 2**31 - 1)))
+@example(replace(MIXED, q_lens=(2048, *MIXED.q_lens[1:])))
 def test_items_stand_longest_first_with_ties_in_generation_order(case: PlanCase) -> None:
     """Lengths are told apart in 128 to 256 steps up to the longest."""
-    items = case.plan().items
+    plan = case.plan()
+    items = plan.items
     for item in items:
         assert item["cost"] == model_cost(case, item)
     step = max(0, int(items["cost"].max(initial=0)).bit_length() - 8)
     keys = [
         (-(int(i["cost"]) >> step), int(i["request"]), int(i["q_begin"]), int(i["kv_begin"])) for i in items
     ]
-    assert keys == sorted(keys)
+    assert keys == drawn(case, plan, sorted(keys))
+
+
+def test_memory_is_read_while_tall_tiles_are_computed() -> None:
+    """Of 132 CTAs 88 begin with the 8 heads of 11 tall items, the others with decoding requests."""
+    for num_ctas, first in ((132, 11), (3, 1)):
+        case = replace(MIXED, q_lens=(2048, *MIXED.q_lens[1:]), num_ctas=num_ctas)
+        items = case.plan().items
+        tall = (items["tile_log2"] == 7).tolist()
+        assert tall.count(True) == 64
+        others = tall.count(False)
+        assert tall == [True] * first + [False] * (others * 5 // 8) + [True] * (64 - first) + [False] * (
+            others - others * 5 // 8
+        )
+    decoding = replace(MIXED, q_lens=(1,) * 65)
+    usual = replace(decoding, costs="gpu").plan().items
+    assert len(usual) == 65
+    assert decoding.plan().items["request"].tolist() == usual["request"].tolist()
 
 
 def bundled(plan: Plan) -> list[int]:

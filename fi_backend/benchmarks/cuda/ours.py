@@ -12,6 +12,7 @@ import torch
 from fi_backend.benchmarks.peers import Problem, Run
 from fi_backend.core.attention import BatchAttention
 from fi_backend.core.page_table import PageTable
+from fi_backend.core.planner import CostModel
 from fi_backend.core.prefix_forest import PrefixForest
 from fi_backend.core.sharing import SharingLimits
 
@@ -32,12 +33,13 @@ def prepare_ours(
     variant_args: Mapping[str, Any] | None = None,
     *,
     kernel: str | None = None,
+    costs: CostModel | None = None,
 ) -> Prepared:
     """Plan the step of `problem` on the host.
 
     variant: one of VARIANTS, a registered variant of attention with its variant_args, or anything else for
     the usual way. Requests that share pages are planned with the prefixes that the block table shows, as far
-    as the planner expects them to pay; "flat" without. kernel: as for BatchAttention.
+    as the planner expects them to pay; "flat" without. kernel, costs: as for BatchAttention.
     """
     spec = problem.spec
     if variant == NOT_INVARIANT:
@@ -54,6 +56,7 @@ def prepare_ours(
         sharing=SharingLimits.for_limits(lens.shape[0], tokens) if shares else None,
         variant=None if variant_args is None else variant,
         kernel=kernel,
+        costs=costs,
     )
     layers = problem.layers
     if variant == RAGGED:

@@ -2,7 +2,8 @@
 """Attention modules in which the source of the GPU's kernel runs on an emulated machine, for CPU tensors.
 
 Threads are fibers, in a random order at every wait; asynchronous copies and products take place at random
-moments between their start and the wait for them. Unseen remain the memory model (fences) and speed.
+moments between their start and the wait for them. Unseen remain speed and the memory model, but for the
+fences in front of bulk copies of what stmatrix wrote and of wgmma behind a wait.
 """
 
 from __future__ import annotations

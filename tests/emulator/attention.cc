@@ -39,6 +39,10 @@ void run(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_ind
   // As many blocks as the plan has queues, else a few that draw tickets.
   const auto* header = reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header);
   grid_blocks = header->num_queues > 0 ? header->num_queues : 3;
+  const int64_t last = (p.num_tokens - 1) * p.q_stride_token + (q.size(1) - 1) * p.q_stride_head;
+  machine().readable = {{p.q, p.num_tokens > 0 ? (last + FI_HEAD_DIM) * int64_t(sizeof(FI_Q_DTYPE)) : 0},
+                        {p.level.indices, p.level.num_indices * 4},
+                        {p.plan, p.layout.total}};
   try {
     machine().run(grid_blocks, sm80::kThreads, Instance::kSharedBytes, ++seed_of_next,
                   [&] { sm80::attention_kernel<Instance>(p, c); });

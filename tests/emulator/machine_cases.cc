@@ -4,7 +4,9 @@
 
 #include "builtins.h"
 //
+#include "ptx/bulk_copy.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -38,6 +40,34 @@ void outside(int64_t seed) {
 
 void uninitialised(int64_t seed) {
   run(seed, [] { ptx::mbarrier_arrive(kSharedBase); });
+}
+
+void unreadable(int64_t seed) {
+  static const int words[2] = {};
+  const struct Reset {
+    ~Reset() { machine().readable.clear(); }
+  } reset;
+  machine().readable = {{words, 4}};
+  run(seed, [] { __ldg(words + (threadIdx.x == 5)); });
+}
+
+// The first warp stores matrices, which its first lane copies.
+template <bool kFences, bool kCommits, bool kWaits>
+void bulk(int64_t seed) {
+  alignas(16) static char to[512];
+  run(seed, [] {
+    if (threadIdx.x >= kWarpSize) return;
+    FI_DYNAMIC_SHARED(shared);
+    const uint32_t from = ptx::shared_address(shared);
+    for (int turn = 0; turn < 2; ++turn) {
+      ptx::stmatrix_x4(from + threadIdx.x * 16, {});
+      if (kFences) ptx::fence_async_shared();
+      __syncwarp();
+      if (threadIdx.x == 0) ptx::bulk_store(to, from, sizeof(to));
+      if (kCommits) ptx::bulk_commit();
+      if (kWaits) ptx::bulk_wait_read();
+    }
+  });
 }
 
 // Each thread writes a word that the thread of the other warp reads.
@@ -84,6 +114,21 @@ bool copy(int64_t seed) {
   return right;
 }
 
+void unfenced_product(int64_t seed) {
+  run(seed, [] {
+    FI_DYNAMIC_SHARED(shared);
+    const uint32_t full = ptx::shared_address(shared + 4096);
+    if (threadIdx.x == 0) ptx::mbarrier_init(full, 1);
+    __syncthreads();
+    if (threadIdx.x == 0) ptx::mbarrier_arrive(full);
+    ptx::mbarrier_wait(full, 0);
+    const uint32_t a[4] = {};
+    float d[2][4];
+    const uint64_t matrix = ptx::descriptor(ptx::descriptor_low(ptx::shared_address(shared), 0), 1024);
+    ptx::wgmma_m64k16<__nv_bfloat16, 2, 0>(d, a, matrix, 0);
+  });
+}
+
 // Ones times ones, of which shared memory is cleared behind the product.
 template <bool kWaits>
 bool product(int64_t seed) {
@@ -115,6 +160,12 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(missing_thread, fi::emulator::missing_thread);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(other_instruction, fi::emulator::other_instruction);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(outside, fi::emulator::outside);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(uninitialised, fi::emulator::uninitialised);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(unreadable, fi::emulator::unreadable);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(bulk_copy, (fi::emulator::bulk<true, true, true>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(unfenced, (fi::emulator::bulk<false, true, true>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(unfenced_product, fi::emulator::unfenced_product);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(uncommitted, (fi::emulator::bulk<true, false, true>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(left_behind, (fi::emulator::bulk<true, true, false>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(barrier_with_wait, fi::emulator::barrier<true>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(barrier_without_wait, fi::emulator::barrier<false>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(vote, fi::emulator::vote);

@@ -227,11 +227,21 @@ def machine() -> Any:
         ("other_instruction", "lanes of a warp meet in"),
         ("outside", "shared memory: address"),
         ("uninitialised", "mbarrier: not initialised"),
+        ("unreadable", "global memory: a read outside of it"),
+        ("unfenced", "bulk copy: a lane has written without a fence"),
+        ("unfenced_product", "wgmma: a lane has waited at an mbarrier without a fence"),
+        ("uncommitted", "bulk copy: waited for, but not committed"),
+        ("left_behind", "bulk copy: its thread has ended"),
     ],
 )
 def test_the_emulated_gpu_refuses(machine: Any, case: str, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         getattr(machine, case)(1)
+
+
+def test_a_bulk_copy_by_the_rules(machine: Any) -> None:
+    for seed in range(20):
+        machine.bulk_copy(seed)
 
 
 def test_a_barrier_tells_all_whether_one_said_so(machine: Any) -> None:

@@ -14,7 +14,7 @@ from examples import share
 from hypothesis import event, given
 from hypothesis import strategies as st
 from native_planner import plan_shared_as_device
-from plan_cases import PlanCase
+from plan_cases import COSTS, PlanCase
 from shared_cases import SharedCase
 from shared_tables import assert_same_bytes, host_plan, page_table, tree
 
@@ -92,6 +92,47 @@ def test_a_request_that_is_cut(blocks: str) -> None:
     own = (*PROMPT.own[:-1], 100_000)
     plan = assert_same_plan(replace(PROMPT, own=own, step=replace(PROMPT.step, num_ctas=100)), blocks, 1)
     assert kinds(plan) == (True, True)
+
+
+def test_costs_that_are_added_up_in_larger_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of the greatest costs within the limits would leave 64 bits: no budget is known early."""
+    monkeypatch.setitem(COSTS, "heavy", replace(COSTS["eager"], beta=(2**20,) * 5))
+    case = replace(PROMPT, run_pages={(0,): 4}, own=(10,) * 100)
+    limit = (0, 0, 2**31 - 1 - max(case.kv_lens))
+    case = replace(case, step=replace(case.step, num_ctas=100, costs="heavy", spare=limit))
+    plan = assert_same_plan(case, "512_8", 1)
+    assert plan.header["num_nodes"] == 1
+    assert kinds(plan) == (False, False)
+
+
+def test_members_are_counted_again_where_a_request_is_cut() -> None:
+    """Between members of a node lie 32 requests that are none: what was counted of them must be forgotten."""
+    paths = tuple((int(32 <= i < 64),) for i in range(100))
+    two = replace(PROMPT, paths=paths, run_pages={(0,): 2000, (1,): 2000}, own=(*PROMPT.own[:-1], 100_000))
+    plan = assert_same_plan(replace(two, step=replace(two.step, num_ctas=100)), "128_3", 1)
+    assert plan.header["num_nodes"] == 2
+    assert kinds(plan) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "requests", "members", "num_ctas", "room", "parts"),
+    [
+        pytest.param("512_8", 170, 120, 20, SharingLimits(1, 1, 120), 11, id="parts of the plan, cut anew"),
+        pytest.param("512_8", 170, 128, 21, SharingLimits(512, 8, 4096), 21, id="parts that are gathered"),
+        pytest.param("128_3", 124, 30, 15, SharingLimits(512, 8, 4096), 15, id="items, one a thread"),
+    ],
+)
+def test_nodes_whose_chunks_are_more_than_there_is_room_for(
+    blocks: str, requests: int, members: int, num_ctas: int, room: SharingLimits, parts: int
+) -> None:
+    """parts: of each member, nearly one for each CTA unless the plan has no room for them."""
+    paths = ((0,),) * members + ((),) * (requests - members)
+    step = replace(PROMPT.step, group=1, heads=1, num_ctas=num_ctas)
+    ones = (1,) * requests
+    case = replace(PROMPT, paths=paths, q_lens=ones, own=(20,) * requests, sharing=room, step=step)
+    plan = assert_same_plan(case, blocks, 1)
+    assert plan.header["num_parts"] == parts * members
+    assert kinds(plan) == (True, False)
 
 
 def test_a_flat_request_that_is_cut() -> None:

@@ -56,6 +56,9 @@ STEPS = {
     "members that straddle tiles": tree(3, 11, root_pages=90, group_pages=20, q_len=5, group=5, heads=2),
     "more tiles than fit shared memory": tree(3, 200, root_pages=20, group_pages=20, q_len=2, group=8),
     "many nodes": tree(200, 2, root_pages=40, group_pages=30),
+    "more nodes than there is room for": replace(
+        tree(200, 2, root_pages=40, group_pages=30), sharing=SharingLimits(150, 8, 4096)
+    ),
     "more requests than are looked at": tree(2, 600, root_pages=9, group_pages=5, heads=1),
 }
 
@@ -77,6 +80,7 @@ def test_steps_of_any_size_in_the_order_of_the_requests(case: SharedCase) -> Non
 def test_the_steps_are_what_their_names_say() -> None:
     assert assert_same_plan(STEPS["a batch of decode steps"]).header["num_nodes"] == 33
     assert assert_same_plan(STEPS["many nodes"]).header["num_nodes"] == 201
+    assert assert_same_plan(STEPS["more nodes than there is room for"]).header["num_nodes"] == 150
     assert assert_same_plan(STEPS["few tickets that are quicker flat"]).header["num_nodes"] == 0
 
 

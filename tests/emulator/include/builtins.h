@@ -146,6 +146,7 @@ T atomicOr(T* to, int x) {
 }
 template <class T>
 T __ldg(const T* p) {
+  fi::emulator::machine().check_read(p, sizeof(T));
   return *p;
 }
 template <class T>

@@ -77,6 +77,11 @@ struct Block {
   std::unordered_map<uint32_t, std::vector<Fiber*>> waiting;  // at mbarriers
   std::vector<std::deque<Copy>> copies;                       // of each thread
   std::vector<int> copying;                                   // threads that have some
+  struct AsyncProxy {
+    bool wrote, waited;  // since the last fence: by stmatrix, at an mbarrier
+    bool uncommitted;    // a bulk copy that no wait waits for
+  };
+  std::vector<AsyncProxy> async;  // of each thread
 };
 
 // An mbarrier as it lies in shared memory.
@@ -112,6 +117,21 @@ class Machine {
 
   Fiber& fiber() { return warp->lanes[lane]; }
   uint32_t random(uint32_t below) { return uint32_t(random_() % below); }
+
+  // Global memory that __ldg may read; all of it where nothing is said.
+  struct Range {
+    const void* begin;
+    int64_t bytes;
+  };
+  std::vector<Range> readable;
+  void check_read(const void* from, size_t bytes) {
+    bool found = readable.empty();
+    for (const Range& r : readable) {
+      const int64_t at = static_cast<const char*>(from) - static_cast<const char*>(r.begin);
+      found |= at >= 0 && at + int64_t(bytes) <= r.bytes;
+    }
+    if (!found || reinterpret_cast<uintptr_t>(from) % bytes != 0) fail("global memory: a read outside of it");
+  }
 
   char* at(uint32_t address, uint32_t bytes) {
     if (address < kSharedBase || address % bytes != 0 || address + bytes > kSharedBase + block->shared_bytes)
@@ -180,6 +200,7 @@ class Machine {
       block->waiting[address].push_back(&fiber());
       suspend();
     }
+    async_of(lane).waited = true;
   }
 
   void copy(const Copy& c) {
@@ -187,8 +208,27 @@ class Machine {
     if (queue.empty()) block->copying.push_back(thread);
     queue.push_back(c);
   }
+  // A bulk copy of 16 bytes from shared memory, which its warp has written.
+  void bulk_store(char* to, uint32_t from) {
+    for (int i = 0; i < kWarpSize; ++i)
+      if (async_of(i).wrote) fail("bulk copy: a lane has written without a fence");
+    async_of(lane).uncommitted = true;
+    copy({to, at(from, 16), 16});
+  }
+  // By all lanes of the warp.
+  void note_writes() {
+    for (int i = 0; i < kWarpSize; ++i) async_of(i).wrote = true;
+  }
+  void fence_async() { async_of(lane).wrote = async_of(lane).waited = false; }
+  // By all lanes of the warp, of which wgmma reads what others have copied.
+  void check_fence() {
+    for (int i = 0; i < kWarpSize; ++i)
+      if (async_of(i).waited) fail("wgmma: a lane has waited at an mbarrier without a fence");
+  }
+  void bulk_commit() { async_of(lane).uncommitted = false; }
   // Lets all copies of this thread land.
-  void land_own() {
+  void bulk_wait() {
+    if (async_of(lane).uncommitted) fail("bulk copy: waited for, but not committed");
     auto& queue = block->copies[size_t(thread)];
     if (queue.empty()) return;
     land(queue, queue.size());
@@ -197,10 +237,19 @@ class Machine {
 
  private:
   friend struct Block;
+  Block::AsyncProxy& async_of(int of_lane) { return block->async[size_t(thread - lane + of_lane)]; }
   static void enter() {
     (*get().kernel_)();
+    if (get().reads_shared()) get().fail("bulk copy: its thread has ended");
     get().fiber().state = Fiber::kDone;
     get().leave();
+  }
+
+  // Whether copies of this thread from shared memory are under way.
+  bool reads_shared() const {
+    for (const Copy& c : block->copies[size_t(thread)])
+      if (!c.barrier && c.from >= block->shared && c.from < block->shared + block->shared_bytes) return true;
+    return false;
   }
 
   void suspend() {
@@ -293,6 +342,7 @@ inline void Machine::run(int blocks, int threads, size_t shared_bytes, uint64_t 
     b.shared_bytes = shared_bytes;
     std::memset(b.shared, 0xff, shared_bytes);  // NaN of any type
     b.copies.resize(size_t(threads));
+    b.async.resize(size_t(threads));
     for (int w = 0; w < threads / kWarpSize; ++w) {
       auto& warp_of = b.warps.emplace_back(std::make_unique<Warp>());
       for (Fiber& f : warp_of->lanes) {

@@ -28,6 +28,7 @@ inline void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
   using namespace emulator;
   machine().at(address, 16);
   const auto act = [&](Meeting& m) {
+    machine().note_writes();
     for (int i = 0; i < 4; ++i)
       for (int lane = 0; lane < kWarpSize; ++lane) {
         const uint32_t at = m.posted[8 * i + lane / 4].words[0];

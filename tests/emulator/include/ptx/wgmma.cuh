@@ -5,7 +5,7 @@
 namespace fi::ptx {
 
 inline void wgmma_fence() {}
-inline void fence_async_shared() {}
+inline void fence_async_shared() { emulator::machine().fence_async(); }
 template <int kRows, int kColumns>
 void settle(float (&)[kRows][kColumns]) {}
 template <int kRows, int kColumns>
@@ -91,6 +91,7 @@ void wgmma_m64k16(float (*d)[4], const uint32_t (&a)[4], uint64_t b_matrix, int 
     const uint32_t* a[kWarpSize];
   };
   const auto act = [&](Meeting& m) {
+    machine().check_fence();
     Product p;
     for (int lane = 0; lane < kWarpSize; ++lane) {
       if (m.posted[lane].words[0] != m.posted[0].words[0] || m.posted[lane].words[1] != m.posted[0].words[1])
@@ -120,6 +121,7 @@ void wgmma_m64k16(float (*d)[4], uint64_t a_matrix, uint64_t b_matrix, int accum
   };
   const int first_row = machine().thread / kWarpSize % 4 * 16;
   const auto act = [&](Meeting& m) {
+    machine().check_fence();
     Product p;
     for (int lane = 0; lane < kWarpSize; ++lane) {
       for (int word = 0; word < 4; ++word)

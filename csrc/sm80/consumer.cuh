@@ -411,7 +411,9 @@ struct Consumer {
 #pragma unroll
     for (int n = 0; n < kColumns; ++n)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) out[n][e] += out[n][2 + e];
+      for (int e = 0; e < 2; ++e)
+        // Infinite values are infinite already, and what was rounded off may be zero.
+        if (fabsf(out[n][e]) < INFINITY) out[n][e] += out[n][2 + e];
   }
 
   template <int kRows>

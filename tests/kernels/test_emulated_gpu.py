@@ -214,6 +214,25 @@ def test_few_rows_lose_nothing_but_the_rounding_of_their_output(name: str) -> No
     assert error <= 1.05 * (rounded - exact).square().mean().sqrt()
 
 
+@pytest.mark.parametrize("name", ["unmeasured", "unmeasured, fp8", "wgmma"], indirect=True)
+def test_infinite_values_are_infinite_in_few_rows(name: str) -> None:
+    """What rounding leaves of a weight may be zero, and zero times infinity is no number."""
+    spec, kv_len = layer(name), 64
+    narrow = spec.kv_dtype != spec.dtype
+    q = torch.zeros(1, 6, spec.head_dim, dtype=getattr(torch, spec.dtype))
+    kv = torch.ones(2, 4, 16, 2, spec.head_dim)
+    kv[1, 0, 3, :, 5] = math.inf if not narrow else math.nan  # e4m3 has no infinity
+    attn = BatchAttention(spec, max_requests=1, max_tokens=1, max_kv_len=kv_len)
+    lens = torch.tensor([kv_len], dtype=torch.int32)
+    pages = torch.arange(4, dtype=torch.int32)[None]
+    table = PageTable.from_block_table(pages, lens, page_size=16)
+    attn.plan(torch.tensor([0, 1], dtype=torch.int32), table)
+    out = attn.run(q, *kv.to(getattr(torch, spec.kv_dtype)))[0]
+    expected = torch.ones_like(out)
+    expected[:, 5] = math.nan if narrow else math.inf
+    torch.testing.assert_close(out, expected, equal_nan=True)
+
+
 @pytest.fixture(scope="module")
 def machine() -> Any:
     source = str(emulator_modules.FOLDER / "machine_cases.cc")

@@ -133,18 +133,10 @@ class ItemEmitter {
   }
 
   FI_DEVICE WorkItem item_of(int32_t item, int32_t t) const {
-    const int32_t shape = tiles_.at(kShape, t);
-    const TileLevel level = kShares ? shape_level(shape) : kFlat;
-    const Tile tile{tiles_.at(kRequest, t),
-                    tiles_.at(kQBegin, t),
-                    tiles_.at(kKvBegin, t),
-                    tiles_.at(kKvEnd, t),
-                    uint8_t(shape_kind(shape)),
-                    uint16_t(shape_rows(shape)),
-                    level};
+    const Tile tile = tile_at<kShares>(tiles_, t);
     const Split split{tiles_.at(kChunkLen, t), tiles_.at(kChunks, t), 0};
     int32_t first_row = tiles_.at(kFirstRow, t), chunk_rows = 0;
-    if (level == kNode) {
+    if (tile.level == kNode) {
       first_row =
           tiles_.at(kFirstRow, num_tiles_ - count_.tiles + levels_->tile[tile.request]) + tile.q_begin;
       chunk_rows = levels_->tokens[tile.request] * c_.group;

@@ -59,6 +59,19 @@ FI_DEVICE int shape_kind(int32_t shape) { return shape & 15; }
 FI_DEVICE TileLevel shape_level(int32_t shape) { return TileLevel(shape >> 4 & 15); }
 FI_DEVICE int32_t shape_rows(int32_t shape) { return shape >> 8; }
 
+// Tile t of a table; kShares: whether it can be of another level than a flat one.
+template <bool kShares, class Tiles>
+FI_DEVICE Tile tile_at(const Tiles& tiles, int32_t t) {
+  const int32_t shape = tiles.at(kShape, t);
+  return {tiles.at(kRequest, t),
+          tiles.at(kQBegin, t),
+          tiles.at(kKvBegin, t),
+          tiles.at(kKvEnd, t),
+          uint8_t(shape_kind(shape)),
+          uint16_t(shape_rows(shape)),
+          kShares ? shape_level(shape) : kFlat};
+}
+
 template <int kWarps>
 struct BudgetMemory {
   int64_t load[kWarps], largest[kWarps], counts[kWarps];

@@ -186,14 +186,7 @@ class UncutPlanner {
   }
 
   FI_DEVICE Tile request_tile() const {
-    const int32_t shape = tiles_.at(kShape, thread_);
-    Tile tile{tiles_.at(kRequest, thread_),
-              tiles_.at(kQBegin, thread_),
-              tiles_.at(kKvBegin, thread_),
-              tiles_.at(kKvEnd, thread_),
-              uint8_t(shape_kind(shape)),
-              uint16_t(shape_rows(shape)),
-              kFlat};
+    Tile tile = tile_at<false>(tiles_, thread_);  // what is composed is seen below
     if (kShares && count_.nodes > 0 && tile.request < kForestRequests) {
       const int32_t leaf = levels_->leaf[tile.request];
       if (leaf >= 0) tile = own_tile(tile, levels_->end[leaf]);

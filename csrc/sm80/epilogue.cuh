@@ -65,18 +65,26 @@ __device__ __forceinline__ float4 times(float4 v, float f) {
   return make_float4(v.x * f, v.y * f, v.z * f, v.w * f);
 }
 
+// Where the columns of the lane's row half r lie in the partial states, of which `first_row` is the tile's
+// first; one of the warps that share the row stores its lse.
+template <class Traits>
+__device__ __forceinline__ float* begin_partial(const Consumer<Traits>& x, int first_row, int r, float lse,
+                                                bool stores_lse) {
+  const AttentionParams& p = x.p;
+  const int64_t state = int64_t(first_row + x.row_of(r)) * p.num_kv_heads + x.kv_head();
+  if (x.lane % 4 == 0 && stores_lse) __stcg(p.partial_lse + state, lse);
+  return p.partial_out + state * Traits::kHeadDimV;
+}
+
 // The state (o, lse) of this warp to row `first_row` + row of the partial states.
 template <class Traits>
 __device__ __forceinline__ void store_partial(const Consumer<Traits>& x, int first_row, const float (&lse)[2],
                                               const float (&factor)[2]) {
-  const AttentionParams& p = x.p;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = x.row_of(r);
-    if (row >= x.w.q_rows) continue;
-    const int64_t state = int64_t(first_row + row) * p.num_kv_heads + x.kv_head();
-    if (x.lane % 4 == 0 && x.column_warp == 0) __stcg(p.partial_lse + state, lse[r]);
-    float* to = p.partial_out + state * Traits::kHeadDimV + x.column_warp * Traits::kWarpColumns;
+    if (x.row_of(r) >= x.w.q_rows) continue;
+    float* to =
+        begin_partial(x, first_row, r, lse[r], x.column_warp == 0) + x.column_warp * Traits::kWarpColumns;
 #pragma unroll
     for (int n = 0; n < Consumer<Traits>::kBlocks; ++n) {
       if constexpr (Traits::kFp8) {

@@ -2,39 +2,12 @@
 // The consumers' walk through items: their tiles of the ring, then the result.
 #pragma once
 #include "../sm90/widened.cuh"
+#include "grid_state.cuh"
 #include "levels.cuh"
 #include "merge.cuh"
 #include "shared_rows.cuh"
 
 namespace fi::sm80 {
-
-// The state of the grid chunks so far (batch-invariant mode).
-template <class Traits>
-struct GridState {
-  float out[Consumer<Traits>::kColumns][4];
-  float lse[2] = {-INFINITY, -INFINITY};
-
-  // Joins a finished chunk and clears it. A chunk is normalised first, as the merge of stored states finds
-  // it.
-  __device__ __forceinline__ void fold(Consumer<Traits>& x) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float chunk_lse, inverse, next, a, b;
-      x.state.finish(r, chunk_lse, inverse);
-      join(lse[r], chunk_lse, a, b, next);
-#pragma unroll
-      for (int n = 0; n < Consumer<Traits>::kColumns; ++n)
-#pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          const float part = x.out[n][e] * inverse;
-          out[n][e] =
-              lse[r] == -INFINITY ? (chunk_lse == -INFINITY ? 0.f : part) : joined(out[n][e], a, part, b);
-        }
-      lse[r] = next;
-    }
-    x.clear();
-  }
-};
 
 // This warp's share of an item's tiles, the first being at `stage` of the ring. kRows: 1 where the second row
 // of a lane does not exist.
@@ -158,104 +131,63 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
   return false;
 }
 
-// run_invariant_item() of a tile of one row group, which all warps share.
+// The rows of one warp, which takes all tiles of its row group in their order.
 template <class Traits>
-__device__ __forceinline__ void run_shared_rows(const AttentionParams& p, const LaunchConstants& c,
-                                                Control& control, const Work& w, int tid, char* shared,
-                                                uint32_t stages, Ring<Traits::kStages> stage, int tiles,
-                                                int grid_tiles) {
-  Consumer<Traits> x(p, c, w, tid, shared);
-  SharedRows<Traits> rows(x, shared);
-  const float scale = x.logit_scale();
-  const int first_tile = w.kv_begin / Traits::kKvTile;
-  int partial = w.partial;
-#pragma unroll 1
-  for (int i = 0; i < tiles; ++i) {
-    if (i > 0 && (first_tile + i) % grid_tiles == 0) {
-      if (w.folds) {
-        rows.fold();
-      } else {
-        rows.store_chunk(partial);
-        partial += w.planned_rows;
-      }
-    }
-    ptx::mbarrier_wait(full_barrier(control, stage), stage.lap >> 1 & 1);
-    rows.step(stages + stage.at * Traits::kStageBytes, i, w.kv_begin + i * Traits::kKvTile, scale);
-    ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[stage.at]), x.lane);
-    stage.advance();
-  }
-  if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
-  float lse[2], factor[2] = {1.f, 1.f};
-  if (w.folds) {
-    rows.fold();
-    rows.take_whole(lse);
-  } else {
-    for (int r = 0; r < 2; ++r) x.state.finish(r, lse[r], factor[r]);
-  }
-  if (w.partial < 0) {
-    rows.store_final(lse, factor);
-    return;
-  }
-  if (w.faults) lse[0] = lse[1] = quiet_nan();
-  rows.store_partial(partial, lse, factor);
-  // Chunks that the exact lengths left empty.
-  const float none[2] = {-INFINITY, -INFINITY};
-  for (partial += w.planned_rows; partial < w.partial_end; partial += w.planned_rows)
-    rows.store_partial(partial, none, factor);
-}
+struct OwnRows {
+  Consumer<Traits>& x;
+  GridState<Consumer<Traits>::kColumns> grid;
 
-// The batch-invariant mode: one warp takes all tiles of a row group in their order, and states end at fixed
-// key positions. The first item of a unit joins its grid chunks into one state; every other one stores each
-// of them.
+  __device__ __forceinline__ void clear() { x.clear(); }
+  __device__ __forceinline__ void fold() {
+    grid.fold(x.state, x.out);
+    x.clear();
+  }
+  __device__ __forceinline__ void take_whole(float (&lse)[2]) { grid.take(x.out, lse); }
+  __device__ __forceinline__ void store_partial(int row, const float (&lse)[2], const float (&factor)[2]) {
+    sm80::store_partial(x, row, lse, factor);
+  }
+  __device__ __forceinline__ void store_final(float (&lse)[2], float (&factor)[2]) {
+    sm80::store_final(x, lse, factor);
+  }
+};
+
+// The batch-invariant mode: states end at fixed key positions, and every element is one chain of products,
+// whatever the height of the tile.
 template <class Traits>
 __device__ __forceinline__ void run_invariant_item(const AttentionParams& p, const LaunchConstants& c,
                                                    Control& control, const Work& w, int tid, char* shared,
-                                                   uint32_t stages, const Ring<Traits::kStages>& stage,
-                                                   int tiles) {
+                                                   uint32_t stages, Ring<Traits::kStages> stage, int tiles) {
   const int grid_tiles =
       reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header)->invariant_grid / Traits::kKvTile;
-  if constexpr (kSharesRows<Traits>)
-    if (row_groups(w) == 1)
-      return run_shared_rows<Traits>(p, c, control, w, tid, shared, stages, stage, tiles, grid_tiles);
-  Consumer<Traits> x(p, c, w, tid, shared);
-  if (x.member > 0) return;
-  GridState<Traits> grid;
   const int first_tile = w.kv_begin / Traits::kKvTile;
+  const auto begins_chunk = [&](int i) { return i > 0 && (first_tile + i) % grid_tiles == 0; };
   int partial = w.partial;
-  attend<Traits>(x, control, stages, stage, tiles, [&](int i) {
-    if (i == 0 || (first_tile + i) % grid_tiles != 0) return;
-    if (w.folds) {
-      grid.fold(x);
-    } else {
-      float lse[2], factor[2];
-      for (int r = 0; r < 2; ++r) x.state.finish(r, lse[r], factor[r]);
-      store_partial(x, partial, lse, factor);
-      partial += w.planned_rows;
-      x.clear();
+  if (kSharesRows<Traits> && row_groups(w) == 1) {
+    if constexpr (kSharesRows<Traits>) {
+      Consumer<Traits> x(p, c, w, tid, shared);
+      SharedRows<Traits> rows(x, shared);
+      const float scale = x.logit_scale();
+#pragma unroll 1
+      for (int i = 0; i < tiles; ++i) {
+        if (begins_chunk(i)) end_chunk(rows, partial);
+        ptx::mbarrier_wait(full_barrier(control, stage), stage.lap >> 1 & 1);
+        rows.step(stages + stage.at * Traits::kStageBytes, i, w.kv_begin + i * Traits::kKvTile, scale);
+        ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[stage.at]), x.lane);
+        stage.advance();
+      }
+      if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
+      end_item(rows, partial);
     }
-  });
-  if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
-  float lse[2], factor[2] = {1.f, 1.f};
-  if (w.folds) {
-    grid.fold(x);
-#pragma unroll
-    for (int n = 0; n < Consumer<Traits>::kColumns; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x.out[n][e] = grid.out[n][e];
-    lse[0] = grid.lse[0], lse[1] = grid.lse[1];
-  } else {
-    for (int r = 0; r < 2; ++r) x.state.finish(r, lse[r], factor[r]);
-  }
-  if (w.partial < 0) {
-    store_final(x, lse, factor);
     return;
   }
-  if (w.faults) lse[0] = lse[1] = quiet_nan();
-  store_partial(x, partial, lse, factor);
-  // Chunks that the exact lengths left empty.
-  const float none[2] = {-INFINITY, -INFINITY};
-  for (partial += w.planned_rows; partial < w.partial_end; partial += w.planned_rows)
-    store_partial(x, partial, none, factor);
+  Consumer<Traits> x(p, c, w, tid, shared);
+  if (x.member > 0) return;
+  OwnRows<Traits> rows{x};
+  attend<Traits>(x, control, stages, stage, tiles, [&](int i) {
+    if (begins_chunk(i)) end_chunk(rows, partial);
+  });
+  if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
+  end_item(rows, partial);
 }
 
 // The last item of a merge unit to arrive folds the unit; counters are left at zero for the next launch.

@@ -5,6 +5,7 @@
 // tiles of any height.
 #pragma once
 #include "epilogue.cuh"
+#include "grid_state.cuh"
 
 namespace fi::sm80 {
 
@@ -26,9 +27,9 @@ struct SharedRows {
   static_assert(2 * 16 * kPitch * 4 <= Traits::kQBytes, "logits lie where queries were");
 
   C& x;
-  float* const logits;                               // of two tiles, by turns
-  float out[2 * kBlocks][4], whole[2 * kBlocks][4];  // of this grid chunk; of those before it
-  float whole_lse[2] = {-INFINITY, -INFINITY};
+  float* const logits;           // of two tiles, by turns
+  float out[2 * kBlocks][4];     // of this grid chunk
+  GridState<2 * kBlocks> whole;  // of those before it
 
   __device__ __forceinline__ SharedRows(C& x_, char* shared)
       : x(x_), logits(reinterpret_cast<float*>(shared)) {
@@ -131,54 +132,20 @@ struct SharedRows {
     }
   }
 
-  // GridState::fold() of this warp's columns.
   __device__ __forceinline__ void fold() {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float lse, inverse, next, a, b;
-      x.state.finish(r, lse, inverse);
-      join(whole_lse[r], lse, a, b, next);
-#pragma unroll
-      for (int n = 0; n < 2 * kBlocks; ++n)
-#pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          const float part = out[n][e] * inverse;
-          whole[n][e] =
-              whole_lse[r] == -INFINITY ? (lse == -INFINITY ? 0.f : part) : joined(whole[n][e], a, part, b);
-        }
-      whole_lse[r] = next;
-    }
+    whole.fold(x.state, out);
     clear();
   }
 
   // The grid chunks so far become the result.
-  __device__ __forceinline__ void take_whole(float (&lse)[2]) {
-#pragma unroll
-    for (int n = 0; n < 2 * kBlocks; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) out[n][e] = whole[n][e];
-    lse[0] = whole_lse[0], lse[1] = whole_lse[1];
-  }
-
-  // This grid chunk's state to row `first_row` + row of the partial states; then it begins anew.
-  __device__ __forceinline__ void store_chunk(int first_row) {
-    float lse[2], factor[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) x.state.finish(r, lse[r], factor[r]);
-    store_partial(first_row, lse, factor);
-    clear();
-  }
+  __device__ __forceinline__ void take_whole(float (&lse)[2]) { whole.take(out, lse); }
 
   __device__ __forceinline__ void store_partial(int first_row, const float (&lse)[2],
                                                 const float (&factor)[2]) const {
-    const AttentionParams& p = x.p;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = x.row_of(r);
-      if (row >= x.w.q_rows) continue;
-      const int64_t state = int64_t(first_row + row) * p.num_kv_heads + x.kv_head();
-      if (x.lane % 4 == 0 && x.member == 0) __stcg(p.partial_lse + state, lse[r]);
-      float* to = p.partial_out + state * Traits::kHeadDimV;
+      if (x.row_of(r) >= x.w.q_rows) continue;
+      float* to = begin_partial(x, first_row, r, lse[r], x.member == 0);
 #pragma unroll
       for (int n = 0; n < 2 * kBlocks; ++n)
 #pragma unroll

@@ -137,6 +137,9 @@ struct OwnRows {
   Consumer<Traits>& x;
   GridState<Consumer<Traits>::kColumns> grid;
 
+  // Leaves the grid's columns without a value, or they would take registers before the first border.
+  __device__ __forceinline__ explicit OwnRows(Consumer<Traits>& x_) : x(x_) {}
+
   __device__ __forceinline__ void clear() { x.clear(); }
   __device__ __forceinline__ void fold() {
     grid.fold(x.state, x.out);
@@ -182,7 +185,7 @@ __device__ __forceinline__ void run_invariant_item(const AttentionParams& p, con
   }
   Consumer<Traits> x(p, c, w, tid, shared);
   if (x.member > 0) return;
-  OwnRows<Traits> rows{x};
+  OwnRows<Traits> rows(x);
   attend<Traits>(x, control, stages, stage, tiles, [&](int i) {
     if (begins_chunk(i)) end_chunk(rows, partial);
   });

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The persistent kernel: one CTA an SM, warps specialised. Nobody waits for another CTA.
 #pragma once
-#include "first_tiles.cuh"
 #include "item.cuh"
 #include "producer.cuh"
 #include "ptx/grids.cuh"
@@ -51,7 +50,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / 32;
   if (warp < kConsumerWarps) {
     if constexpr (kMovesRegisters) ptx::take_registers<kConsumerRegisters>();
-    if constexpr (FI_WARM_TILES) warm_first_tiles<Traits>(p, c);
     consume<Traits>(p, c, control, shared, stages);
     return;
   }

@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t chunk_pair(uint32_t base, int rows, int pair
 // Tiles of at most eight rows leave half of what a warp multiplies empty. Their second halves take what the
 // rounding of the weights leaves over, so that values meet weights of twice the bits at no further product.
 template <class Traits>
-inline constexpr bool kFewRows = FI_FEW_ROWS && !Traits::kInvariant;
+inline constexpr bool kFewRows = !Traits::kInvariant;
 template <class Traits>
 __device__ __forceinline__ bool has_few_rows(const Work& w) {
   return kFewRows<Traits> && w.tile_log2 <= 4 && w.q_rows <= 8;
@@ -111,11 +111,7 @@ struct Consumer {
     member = pair & (members - 1);
     inner_begin = max(w.lo, Variant::visible_keys(p, w.last, w.kv_end).begin);
     inner_end = min(w.kv_end, Variant::visible_keys(p, w.first, w.kv_end).end);
-    if constexpr (kReadsFragments<Traits>) {
-      if (!w.query_tiles) read_queries();
-    } else {
-      if (!(kRingQueries<Traits> && w.query_tiles)) load_queries();
-    }
+    if (!(kRingQueries<Traits> && w.query_tiles)) load_queries();
     clear();
   }
 
@@ -125,37 +121,6 @@ struct Consumer {
 #pragma unroll
       for (int e = 0; e < 4; ++e) out[n][e] = 0.f;
     state = RowState{};
-  }
-
-  // Sixteen rows from global memory straight to fragments, those that do not exist as zeros. A fragment of
-  // fp8 keys holds four neighbours a lane, so the columns of Q are permuted alike.
-  __device__ __forceinline__ void read_queries() {
-    constexpr int kMine = Traits::kFp8 ? 4 : 2;  // neighbouring elements of a lane
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int packed = w.q_begin + row_of(r);
-      int token = c.group.divide(packed);
-      const int head = kv_head() * p.group + packed - token * p.group;
-      bool exists = row_of(r) < w.q_rows;
-      if (kComposes<Traits> && w.tokens >= 0 && exists) {
-        token = node_token(p, w, token);
-        exists = token >= 0;
-      }
-      const T* row = static_cast<const T*>(p.q) + lane % 4 * kMine;
-      if (exists) row += int64_t(w.token_begin + token) * p.q_stride_token + int64_t(head) * p.q_stride_head;
-#pragma unroll
-      for (int step = 0; step < kQSteps; ++step) {
-        uint2 pair = make_uint2(0, 0);
-        if (exists && Traits::kFp8) {
-          pair = __ldg(reinterpret_cast<const uint2*>(row + step * 16));
-        } else if (exists) {
-          pair.x = __ldg(reinterpret_cast<const uint32_t*>(row + step * 16));
-          pair.y = __ldg(reinterpret_cast<const uint32_t*>(row + step * 16 + 8));
-        }
-        q[step][r] = pair.x;
-        q[step][r + 2] = pair.y;
-      }
-    }
   }
 
   // Sixteen rows from global memory to the slice, those that do not exist as zeros; warps that share them

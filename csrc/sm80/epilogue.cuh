@@ -392,6 +392,7 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
   // Where all other items of a unit have arrived, its last state need not go through memory.
   constexpr bool kFinishes = kComposes<Traits> && Traits::kColumnWarps == 1;
   const bool folds = kComposes<Traits> && w.levels && w.tokens < 0;
+  const bool rehearsal = kRehearses<Traits> && w.rehearsal;
   const bool may_finish = kFinishes && folds && (places == 1 || x.in_bundle());
   int32_t* counter = p.counters + kArrivals + w.unit * p.num_kv_heads + x.kv_head();
   const bool leads_place = x.member == 0 && x.lane == 0;
@@ -468,12 +469,14 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
                             times(acc, inverse));
       } else if (w.partial < 0) {
         const int packed = w.q_begin + tile_row;
-        acc = times(acc, inverse * finish_row(p, x.c, w, packed, x.kv_head(), lse, leads));
+        acc = times(acc, inverse * finish_row(p, x.c, w, packed, x.kv_head(), lse, leads && !rehearsal));
         if constexpr (Variant::kTransformsOutput)
           acc = output_columns(p, acc, column, row_index(p, x.c, w, packed, x.kv_head()), lse);
         T* to = static_cast<T*>(p.out) + column +
                 row_offset(p, x.c, w.token_begin, packed, x.kv_head(), p.out_stride_token, p.out_stride_head);
-        *reinterpret_cast<uint2*>(to) = make_uint2(ptx::pack2<T>(acc.x, acc.y), ptx::pack2<T>(acc.z, acc.w));
+        if (!rehearsal)
+          *reinterpret_cast<uint2*>(to) =
+              make_uint2(ptx::pack2<T>(acc.x, acc.y), ptx::pack2<T>(acc.z, acc.w));
       } else {
         const int64_t state = int64_t(w.partial + tile_row) * p.num_kv_heads + x.kv_head();
         if (leads) __stcg(p.partial_lse + state, w.faults ? quiet_nan() : lse);

@@ -16,6 +16,14 @@ inline constexpr int kDrawAhead = 9;
 // to find than to read.
 inline constexpr int kSmallTiles = 3;
 
+// Of what every layer of a step reads anew.
+__device__ __forceinline__ void keep_in_l2(const void* p) {
+  if constexpr (FI_KEEPS_PLAN)
+    ptx::prefetch_l2_last(p);
+  else
+    ptx::prefetch_l2(p);
+}
+
 // Brings the indices and the queries of an item into the L2 cache. While the memory is busy, a read that
 // misses waits behind all KV tiles that are under way.
 template <class Traits>
@@ -28,7 +36,7 @@ __device__ __forceinline__ void warm_cache(const AttentionParams& p, const Launc
         reinterpret_cast<const char*>(p.level.indices + w.row_begin + int64_t(first) * p.level.index_step);
     const int64_t bytes = int64_t(last - first) * p.level.index_step * 4;
     const int lines = int(min(bytes / kLine, int64_t(kMaxLines))) + 1;
-    for (int i = lane; i < lines; i += 32) ptx::prefetch_l2(begin + min(int64_t(i) * kLine, bytes));
+    for (int i = lane; i < lines; i += 32) keep_in_l2(begin + min(int64_t(i) * kLine, bytes));
   }
   // Heads of a KV head lie side by side as a rule: one line of each row.
   const int rows = max(w.q_rows, 0), all_rows = kBundles<Traits> ? rows << w.heads_log2 : rows;
@@ -43,10 +51,7 @@ __device__ __forceinline__ void warm_cache(const AttentionParams& p, const Launc
     }
     const char* q = static_cast<const char*>(p.q) +
                     2 * (int64_t(w.token_begin + token) * p.q_stride_token + int64_t(head) * p.q_stride_head);
-    // Fragments are read from there; tiles under way pass L1 by.
-    const bool near = kReadsFragments<Traits> && 1 << w.tile_log2 < kMaxQueryTile;
-    for (int at = 0; at < Traits::kHeadDim * 2; at += kLine)
-      near ? ptx::prefetch_l1(q + at) : ptx::prefetch_l2(q + at);
+    for (int at = 0; at < Traits::kHeadDim * 2; at += kLine) ptx::prefetch_l2(q + at);
   }
 }
 
@@ -55,13 +60,13 @@ __device__ __forceinline__ void warm_cache(const AttentionParams& p, const Launc
 __device__ __forceinline__ void warm_units(const AttentionParams& p, const Work& w, int lane) {
   if (w.tokens < 0) {
     const auto* parts = reinterpret_cast<const int32_t*>(p.plan + p.layout.parts);
-    if (w.parts_begin + lane < w.parts_end) ptx::prefetch_l2(parts + w.parts_begin + lane);
+    if (w.parts_begin + lane < w.parts_end) keep_in_l2(parts + w.parts_begin + lane);
     return;
   }
   const auto* list = reinterpret_cast<const int32_t*>(p.plan + p.layout.reports) + w.unit;
   const auto* units = reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units);
 #pragma unroll 1
-  for (int i = lane; i < list[0]; i += 32) ptx::prefetch_l2(units + list[1 + i]);
+  for (int i = lane; i < list[0]; i += 32) keep_in_l2(units + list[1 + i]);
 }
 
 // Brings the plan's first lines and the lengths into the L2 cache, by threads that have nothing to do yet:
@@ -74,10 +79,10 @@ __device__ __forceinline__ void warm_lengths(const AttentionParams& p, const Lau
                       : which == 1 ? static_cast<const void*>(p.level.kv_lens)
                       : which == 2 ? static_cast<const void*>(p.level.row_begin)
                                    : static_cast<const void*>(p.level.row_end);
-  if (line * kLine < p.num_requests * size) ptx::prefetch_l2(static_cast<const char*>(array) + line * kLine);
-  if (line == 63 && which == 0) ptx::prefetch_l2(p.plan + p.layout.header);
+  if (line * kLine < p.num_requests * size) keep_in_l2(static_cast<const char*>(array) + line * kLine);
+  if (line == 63 && which == 0) keep_in_l2(p.plan + p.layout.header);
   if (line == 63 && which == 1)
-    ptx::prefetch_l2(p.plan + p.layout.items + int64_t(c.num_kv_heads.divide(blockIdx.x)) * sizeof(WorkItem));
+    keep_in_l2(p.plan + p.layout.items + int64_t(c.num_kv_heads.divide(blockIdx.x)) * sizeof(WorkItem));
 }
 
 // Draws items and works out their exact ranges.
@@ -86,9 +91,16 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
                                          Control& control) {
   const int lane = threadIdx.x % 32;
   const auto* header = reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header);
-  // Beside the header, which says whether there is such an item, instead of behind it.
-  if constexpr (FI_WARM_TILES)
-    ptx::prefetch_l1(p.plan + p.layout.items + int64_t(c.num_kv_heads.divide(blockIdx.x)) * sizeof(WorkItem));
+  Ring<kSlots> slot, oldest;  // oldest: the first item that the producers are not known to be nearly through
+  int waiting = 0, tiles_ahead = 0;  // items from there on, and their tiles
+  if (kRehearses<Traits> && p.num_tokens > 0 && p.num_requests > 0) {
+    if (lane == 0) {
+      rehearsal_work<Traits>(control.slots[0]);
+      ptx::mbarrier_arrive(ptx::shared_address(&control.slot_full[0]));
+    }
+    slot.advance();
+    waiting = tiles_ahead = 1;
+  }
   const auto* queue = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_begin);
   const auto* entries = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_entries);
   const bool queued = header->num_queues > 0;
@@ -109,8 +121,6 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
     if (before == tickets - 1) p.counters[kTicket] = 0;
     return int(gridDim.x) + before;
   };
-  Ring<kSlots> slot, oldest;  // oldest: the first item that the producers are not known to be nearly through
-  int waiting = 0, tiles_ahead = 0;    // items from there on, and their tiles
   bool small = false;                  // the last item was
   int heads_left = 0, drawn_next = 0;  // of the ticket; the one behind it
   bool drawn = false, first = true;
@@ -147,8 +157,7 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
         exact_work<Traits>(p, c, item, kv_head, w);
         w.heads_log2 = bundled_heads<Traits>(w, heads_log2);
         // Consumers are idle before the first tile, and producers are not.
-        const bool narrow = 1 << w.tile_log2 < kMaxQueryTile;
-        if (kReadsFragments<Traits> ? first || narrow : first && narrow) w.query_tiles = 0;
+        if (first && 1 << w.tile_log2 < kMaxQueryTile) w.query_tiles = 0;
       }
       heads_left = 1 << heads_log2;
       first = false;
@@ -264,6 +273,7 @@ struct Loader {
   const LaunchConstants& c;
   const int lane, warp;
   const char *k, *v;  // this lane's chunk of the head's first row
+  uint64_t policy;    // of the L2 cache for keys and values
 
   __device__ __forceinline__ Loader(const AttentionParams& p_, const LaunchConstants& c_, int warp_)
       : p(p_), c(c_), lane(threadIdx.x % 32), warp(warp_) {}
@@ -271,6 +281,8 @@ struct Loader {
   __device__ __forceinline__ void begin(const Work& w, int place = 0) {
     k = static_cast<const char*>(p.k) + int64_t(w.kv_head + place) * c.k_head_bytes + lane % 8 * 16;
     v = static_cast<const char*>(p.v) + int64_t(w.kv_head + place) * c.v_head_bytes + lane % 8 * 16;
+    if constexpr (FI_KEEPS_PLAN > 1)
+      policy = w.tile_log2 <= 4 && w.tokens < 0 ? ptx::read_once_policy() : ptx::normal_policy();
     // Else the compiler adds the caches' addresses once more for every row.
     asm volatile("" : "+l"(k), "+l"(v));
   }
@@ -340,7 +352,9 @@ struct Loader {
 #pragma unroll
     for (int s = 0; s < (kChunks + 7) / 8; ++s)
       if ((s + 1) * 8 <= kChunks || s * 8 + lane % 8 < kChunks)
-        ptx::cp_async_16(to + s * kKvTile * kRowBytes, from + s * kRowBytes, bytes);
+        FI_KEEPS_PLAN > 1
+            ? ptx::cp_async_16(to + s * kKvTile * kRowBytes, from + s * kRowBytes, bytes, policy)
+            : ptx::cp_async_16(to + s * kKvTile * kRowBytes, from + s * kRowBytes, bytes);
   }
 };
 

@@ -33,6 +33,7 @@ struct Work {
   int64_t row_begin;
   int32_t tiles;        // KV tiles from kv_begin to kv_end, none without rows; of each head
   int32_t query_tiles;  // 1: the ring holds the queries in front of them
+  int32_t rehearsal;    // 1: nothing of it is stored
 };
 
 struct Control {
@@ -104,12 +105,6 @@ template <class Traits>
 inline constexpr bool kRingQueries =
     Traits::kQInRegisters && !Traits::kInvariant && !Traits::kFp8 && !Variant::kTransformsQuery &&
     tile_bytes(kMaxQueryTile, Traits::kHeadDim * 2) <= Traits::kStageBytes;
-
-// Otherwise, for tiles of few rows, consumers read fragments as they lie in memory: a stage more is left for
-// keys.
-template <class Traits>
-inline constexpr bool kReadsFragments = FI_READS_FRAGMENTS && Traits::kQInRegisters && !Traits::kInvariant &&
-                                        !Variant::kTransformsQuery && !kWidenedView<Traits>;
 
 // Rows of that tile: sixteen for each head of a bundle.
 __device__ __forceinline__ int query_tile_rows(const Work& w) {
@@ -191,6 +186,7 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
   const WorkItem item = reinterpret_cast<const WorkItem*>(p.plan + p.layout.items)[index];
   const LevelParams& level = p.level;
   w.item = index;
+  w.rehearsal = 0;
   w.request = item.request;
   w.kv_head = kv_head;
   w.heads_log2 = 0;
@@ -269,6 +265,20 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
   }
   w.tiles = w.q_rows > 0 && w.kv_end > w.kv_begin ? ceil_div(w.kv_end - w.kv_begin, Traits::kKvTile) : 0;
   w.query_tiles = brings_queries<Traits>(w);
+}
+
+// One that needs nothing of the plan: a row of the first request against a tile without a key. What runs for
+// the first time runs as fast as its instructions come from memory, and consumers have nothing else to do
+// before the first key is there. Not for variants that read arrays of their own.
+template <class Traits>
+inline constexpr bool kRehearses = FI_REHEARSAL && !Traits::kInvariant && !kPackedMask && !kUsersVariant;
+
+template <class Traits>
+__device__ __forceinline__ void rehearsal_work(Work& w) {
+  w = Work{};
+  w.tile_log2 = 4;
+  w.q_rows = w.planned_rows = w.tiles = w.rehearsal = 1;
+  w.first = w.last = w.first_pos = w.partial = w.unit = w.tokens = -1;
 }
 
 // The tickets of a launch. Items are in the order of their costs: one of the last bundled[k - 1] makes one

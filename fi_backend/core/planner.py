@@ -109,7 +109,9 @@ class CostModel:
         """
         if device_kind(device) == "cpu":
             return cls(alpha=1, beta=(4, 5, 7, 11, 18), part_cost=256, share_cost=128)
-        return cls(alpha=10, beta=(4, 4, 4, 5, 7), part_cost=1500, share_cost=1500, share_latency=8000)
+        return cls(
+            alpha=10, beta=(4, 4, 4, 5, 7), part_cost=1500, share_cost=1500, share_latency=8000, overlap=True
+        )
 
 
 @dataclass(frozen=True, slots=True)

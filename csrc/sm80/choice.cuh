@@ -17,6 +17,9 @@
 #if !defined(FI_REHEARSAL)
 #define FI_REHEARSAL 0
 #endif
+#if !defined(FI_JOIN_UNROLL)
+#define FI_JOIN_UNROLL 2
+#endif
 // Whether the plan's arrays and the page table are to stay in the L2 cache while keys pass through it: 1;
 // keys that are read once pass it by: 2.
 #if !defined(FI_KEEPS_PLAN)
@@ -41,6 +44,7 @@ namespace fi::sm80 {
 
 using Variant = FI_VARIANT;
 inline constexpr bool kUsersVariant = FI_USERS_VARIANT;
+inline constexpr int kJoinUnroll = FI_JOIN_UNROLL;
 inline constexpr bool kTransform = FI_LOGITS_TRANSFORM || Variant::kTransformsLogits || !Variant::kSoftmax;
 inline constexpr bool kPackedMask = FI_LOGITS_MASK;
 inline constexpr bool kMask = kPackedMask || Variant::kMasks;

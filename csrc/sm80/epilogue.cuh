@@ -425,7 +425,7 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
   // Not unrolled: see store_final().
 #pragma unroll 1
   for (int first = 0; first < 16; first += kStateRows) {
-    const int rows = min(w.q_rows - x.group * 16 - first, kStateRows);
+    const int rows = rehearsal ? 1 - first : min(w.q_rows - x.group * 16 - first, kStateRows);
     if (rows <= 0) break;
     // Nobody still reads queries in this slice, or the rows before these.
     if (first == 0)
@@ -444,12 +444,12 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
       // Loops of few instructions: unrolled over all warps, fetching the code took longer than reading the
       // states.
       float top = -INFINITY;
-#pragma unroll 2
+#pragma unroll kJoinUnroll
       for (int m = 0; m < active; ++m) top = fmaxf(top, control.stats[source(m)][out_row].x);
       const float base = top == -INFINITY ? 0.f : top;
       float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
       float total = 0.f;
-#pragma unroll 2
+#pragma unroll kJoinUnroll
       for (int m = 0; m < active; ++m) {
         const float2 stat = control.stats[source(m)][out_row];
         const float4 o =

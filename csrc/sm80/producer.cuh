@@ -91,29 +91,13 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
                                          Control& control) {
   const int lane = threadIdx.x % 32;
   const auto* header = reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header);
-  Ring<kSlots> slot, oldest;  // oldest: the first item that the producers are not known to be nearly through
-  int waiting = 0, tiles_ahead = 0;  // items from there on, and their tiles
-  if (kRehearses<Traits> && p.num_tokens > 0 && p.num_requests > 0) {
-    if (lane == 0) {
-      rehearsal_work<Traits>(control.slots[0]);
-      ptx::mbarrier_arrive(ptx::shared_address(&control.slot_full[0]));
-    }
-    slot.advance();
-    waiting = tiles_ahead = 1;
-  }
   const auto* queue = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_begin);
   const auto* entries = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_entries);
-  const bool queued = header->num_queues > 0;
-  // Code that runs once in a launch comes from far away: none that a plan without bundles does not need.
-  const bool bundles = kBundles<Traits> && !queued && header->bundled[0] > 0;
+  bool rehearses = kRehearses<Traits>;
+  if (!rehearses) begin_launch();
+  bool queued = false, bundles = false;
   Tickets bundled;
-  int tickets = header->num_items * p.num_kv_heads;
-  if (bundles) tickets = bundled.count(p, *header);
-  int next = int(blockIdx.x), end = tickets;  // of the tickets, or of this CTA's entries in its queue
-  if (queued) {
-    next = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x] : 0;
-    end = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x + 1] : 0;
-  }
+  int tickets = 0, next = 0, end = 0;  // next and end: of the tickets, or of this CTA's entries in its queue
   // The next ticket, `tickets` or more where there is none. As many draws as tickets, so that the last one
   // resets the counter.
   const auto draw = [&] {
@@ -121,11 +105,25 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
     if (before == tickets - 1) p.counters[kTicket] = 0;
     return int(gridDim.x) + before;
   };
+  Ring<kSlots> slot, oldest;  // oldest: the first item that the producers are not known to be nearly through
+  int waiting = 0, tiles_ahead = 0;    // items from there on, and their tiles
   bool small = false;                  // the last item was
   int heads_left = 0, drawn_next = 0;  // of the ticket; the one behind it
   bool drawn = false, first = true;
   while (true) {
-    ptx::mbarrier_wait(ptx::shared_address(&control.slot_empty[slot.at]), slot.parity() ^ 1);
+    if (first) {
+      queued = !rehearses && read(&header->num_queues) > 0;
+      // Code that runs once in a launch comes from far away: none that a plan without bundles does not need.
+      bundles = kBundles<Traits> && !rehearses && !queued && read(header->bundled) > 0;
+      tickets = read(&header->num_items) * p.num_kv_heads;
+      if (bundles) tickets = bundled.count(p, *header);
+      next = int(blockIdx.x), end = tickets;
+      if (queued) {
+        next = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x] : 0;
+        end = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x + 1] : 0;
+      }
+    }
+    if (!rehearses) ptx::mbarrier_wait(ptx::shared_address(&control.slot_empty[slot.at]), slot.parity() ^ 1);
     Work& w = control.slots[slot.at];
     const auto pass = [&] {
       tiles_ahead -= ring_tiles<Traits>(control.slots[oldest.at]);
@@ -134,7 +132,7 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
     };
     if (waiting == kSlots) pass();  // its slot is free again
     __syncwarp();
-    if (heads_left == 0 && next >= end) {
+    if (!rehearses && heads_left == 0 && next >= end) {
       if (lane == 0) {
         w.item = -1;
         ptx::mbarrier_arrive(ptx::shared_address(&control.slot_full[slot.at]));
@@ -153,11 +151,16 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
         item = c.num_kv_heads.divide(ticket);
         kv_head = ticket - item * p.num_kv_heads;
       }
-      if (lane == 0) {
+      if (lane == 0 && (!rehearses || may_rehearse(p, item))) {
         exact_work<Traits>(p, c, item, kv_head, w);
         w.heads_log2 = bundled_heads<Traits>(w, heads_log2);
         // Consumers are idle before the first tile, and producers are not.
         if (first && 1 << w.tile_log2 < kMaxQueryTile) w.query_tiles = 0;
+      }
+      if (rehearses) {
+        begin_launch();
+        rehearses = false;
+        continue;
       }
       heads_left = 1 << heads_log2;
       first = false;
@@ -204,12 +207,17 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
   const int lane = threadIdx.x % 32;
   Ring<kSlots> slot;
   Ring<kRowTiles> ring;
+  bool rehearses = kRehearses<Traits>;
+  if (!rehearses) begin_launch();
   while (true) {
-    ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
+    if (!rehearses) ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     Work& w = control.slots[slot.at];
-    if (w.item < 0) return;
-    const int heads_log2 = kBundles<Traits> ? w.heads_log2 : 0;  // heads take turns, tile by tile
-    const int tiles = ring_tiles<Traits>(w), lo = max(w.lo, w.kv_begin), hi = w.kv_end, kv_begin = w.kv_begin;
+    int heads_log2 = 0, tiles = 1, lo = 0, hi = 0, kv_begin = 0;
+    if (!rehearses) {
+      if (w.item < 0) return;
+      heads_log2 = kBundles<Traits> ? w.heads_log2 : 0;  // heads take turns, tile by tile
+      tiles = ring_tiles<Traits>(w), lo = max(w.lo, w.kv_begin), hi = w.kv_end, kv_begin = w.kv_begin;
+    }
     const int32_t* indices = kIndexed ? p.level.indices + w.row_begin : nullptr;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; tile += kBatch) {
@@ -250,12 +258,19 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
           atomicOr(&w.faults, kFaultPages);
           atomicOr(p.counters + kFaults, kFaultPages);
         }
-        ptx::mbarrier_wait(ptx::shared_address(&control.rows_empty[ring.at]), ring.parity() ^ 1);
+        if (!rehearses)
+          ptx::mbarrier_wait(ptx::shared_address(&control.rows_empty[ring.at]), ring.parity() ^ 1);
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) rows[ring.at * kKvTile + half * 32 + lane] = row[half];
+        if (rehearses) continue;
         ptx::mbarrier_arrive_warp(ptx::shared_address(&control.rows_full[ring.at]), lane);
         ring.advance();
       }
+    }
+    if (rehearses) {
+      begin_launch();
+      rehearses = false;
+      continue;
     }
     ptx::mbarrier_arrive_warp(ptx::shared_address(&control.slot_empty[slot.at]), lane);
     slot.advance();
@@ -278,11 +293,11 @@ struct Loader {
   __device__ __forceinline__ Loader(const AttentionParams& p_, const LaunchConstants& c_, int warp_)
       : p(p_), c(c_), lane(threadIdx.x % 32), warp(warp_) {}
 
-  __device__ __forceinline__ void begin(const Work& w, int place = 0) {
-    k = static_cast<const char*>(p.k) + int64_t(w.kv_head + place) * c.k_head_bytes + lane % 8 * 16;
-    v = static_cast<const char*>(p.v) + int64_t(w.kv_head + place) * c.v_head_bytes + lane % 8 * 16;
-    if constexpr (FI_KEEPS_PLAN > 1)
-      policy = w.tile_log2 <= 4 && w.tokens < 0 ? ptx::read_once_policy() : ptx::normal_policy();
+  // often: other items read the same keys.
+  __device__ __forceinline__ void begin(int kv_head, bool often) {
+    k = static_cast<const char*>(p.k) + int64_t(kv_head) * c.k_head_bytes + lane % 8 * 16;
+    v = static_cast<const char*>(p.v) + int64_t(kv_head) * c.v_head_bytes + lane % 8 * 16;
+    if constexpr (FI_KEEPS_PLAN > 1) policy = often ? ptx::normal_policy() : ptx::read_once_policy();
     // Else the compiler adds the caches' addresses once more for every row.
     asm volatile("" : "+l"(k), "+l"(v));
   }
@@ -360,23 +375,35 @@ struct Loader {
 
 template <class Traits>
 __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchConstants& c, Control& control,
-                                        const uint32_t* rows, uint32_t stages) {
+                                        uint32_t* rows, uint32_t stages) {
   const int warp = threadIdx.x / 32 - kConsumerWarps, lane = threadIdx.x % 32;
   Loader<Traits> loader(p, c, warp);
   constexpr int kKvTile = Traits::kKvTile;
   Ring<kSlots> slot;
   Ring<kRowTiles> ring;
   Ring<Traits::kStages> stage;
+  bool rehearses = kRehearses<Traits>;
+  if (rehearses) {
+    // Rows that do not exist, in the second place: the guide rehearses with the first.
+    for (int i = lane; i < Loader<Traits>::kRows; i += 32)
+      rows[kKvTile + warp * Loader<Traits>::kRows + i] = kNoRow;
+    __syncwarp();
+  } else {
+    begin_launch();
+  }
   while (true) {
-    ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
+    if (!rehearses) ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     const Work& w = control.slots[slot.at];
-    if (w.item < 0) return;
-    const int heads_log2 = kBundles<Traits> ? w.heads_log2 : 0;
-    const int tiles = ring_tiles<Traits>(w), kv_begin = w.kv_begin;
-    loader.begin(w);
-    const bool draws = warp == 0 && lane == 0;
+    int heads_log2 = 0, tiles = 1, kv_begin = 0;
+    if (!rehearses) {
+      if (w.item < 0) return;
+      heads_log2 = kBundles<Traits> ? w.heads_log2 : 0;
+      tiles = ring_tiles<Traits>(w), kv_begin = w.kv_begin;
+    }
+    loader.begin(rehearses ? 0 : w.kv_head, rehearses || w.tile_log2 > 4 || w.tokens >= 0);
+    const bool draws = warp == 0 && lane == 0 && !rehearses;
     if (draws && tiles <= kDrawAhead) ptx::mbarrier_arrive(ptx::shared_address(&control.draw[slot.at]));
-    if (kRingQueries<Traits> && w.query_tiles) {
+    if (kRingQueries<Traits> && !rehearses && w.query_tiles) {
       ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
       loader.copy_queries(w, stages + stage.at * Traits::kStageBytes);
       ptx::mbarrier_arrive_after_copies(full_barrier(control, stage));
@@ -384,16 +411,18 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
     }
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i) {
-      if (kBundles<Traits> && heads_log2 > 0) loader.begin(w, i & (1 << heads_log2) - 1);
-      ptx::mbarrier_wait(ptx::shared_address(&control.rows_full[ring.at]), ring.parity());
+      if (kBundles<Traits> && heads_log2 > 0) loader.begin(w.kv_head + (i & (1 << heads_log2) - 1), false);
+      if (!rehearses) ptx::mbarrier_wait(ptx::shared_address(&control.rows_full[ring.at]), ring.parity());
       uint32_t found[Loader<Traits>::kSteps];
       if (i == 0) {
         FI_MARK(control, "rows of the first tile");
       }
-      loader.read(rows + ring.at * kKvTile, found);
-      ptx::mbarrier_arrive_warp(ptx::shared_address(&control.rows_empty[ring.at]), lane);
-      ring.advance();
-      ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
+      loader.read(rows + (rehearses ? 1 : ring.at) * kKvTile, found);
+      if (!rehearses) {
+        ptx::mbarrier_arrive_warp(ptx::shared_address(&control.rows_empty[ring.at]), lane);
+        ring.advance();
+        ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
+      }
       const uint32_t k_tile = stages + stage.at * Traits::kStageBytes;
       if (c.one_offset)
         loader.template copy<true>(found, kv_begin + (i >> heads_log2) * kKvTile, k_tile,
@@ -401,10 +430,17 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
       else
         loader.template copy<false>(found, kv_begin + (i >> heads_log2) * kKvTile, k_tile,
                                     k_tile + Traits::kKBytes);
+      if (rehearses) break;
       ptx::mbarrier_arrive_after_copies(full_barrier(control, stage));
       stage.advance();
       if (draws && tiles - i - 1 == kDrawAhead)
         ptx::mbarrier_arrive(ptx::shared_address(&control.draw[slot.at]));
+    }
+    if (rehearses) {
+      ptx::cp_async_wait_all();  // the zeros are there before anything else is copied to their place
+      begin_launch();
+      rehearses = false;
+      continue;
     }
     FI_MARK(control, "all tiles started");
     ptx::mbarrier_arrive_warp(ptx::shared_address(&control.slot_empty[slot.at]), lane);

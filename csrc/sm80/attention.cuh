@@ -42,6 +42,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
   FI_MARK(control, "begun");
   init_barriers(control);
+  __syncthreads();
+#if FI_PDL
+  ptx::wait_for_grids();
+#endif
+  FI_MARK(control, "barriers made");
   const int warp = threadIdx.x / 32;
   if (warp < kConsumerWarps) {
     if constexpr (kMovesRegisters) ptx::take_registers<kConsumerRegisters>();

@@ -7,23 +7,8 @@
 // A variant of the user: FI_VARIANT names it, and a generated header defines it.
 #if defined(FI_VARIANT)
 #include "user_variant.h"
-#define FI_USERS_VARIANT 1
 #else
 #define FI_VARIANT StandardVariant
-#define FI_USERS_VARIANT 0
-#endif
-// Whether every role runs once on an item without keys while a CTA's first item is looked for, so that its
-// instructions are there when they are needed.
-#if !defined(FI_REHEARSAL)
-#define FI_REHEARSAL 0
-#endif
-#if !defined(FI_JOIN_UNROLL)
-#define FI_JOIN_UNROLL 2
-#endif
-// Whether the plan's arrays and the page table are to stay in the L2 cache while keys pass through it: 1;
-// keys that are read once pass it by: 2.
-#if !defined(FI_KEEPS_PLAN)
-#define FI_KEEPS_PLAN 0
 #endif
 // Whether warps share tiles of few rows in the batch-invariant mode.
 #if !defined(FI_SHARED_ROWS)
@@ -43,8 +28,6 @@
 namespace fi::sm80 {
 
 using Variant = FI_VARIANT;
-inline constexpr bool kUsersVariant = FI_USERS_VARIANT;
-inline constexpr int kJoinUnroll = FI_JOIN_UNROLL;
 inline constexpr bool kTransform = FI_LOGITS_TRANSFORM || Variant::kTransformsLogits || !Variant::kSoftmax;
 inline constexpr bool kPackedMask = FI_LOGITS_MASK;
 inline constexpr bool kMask = kPackedMask || Variant::kMasks;

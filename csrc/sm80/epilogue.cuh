@@ -392,7 +392,6 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
   // Where all other items of a unit have arrived, its last state need not go through memory.
   constexpr bool kFinishes = kComposes<Traits> && Traits::kColumnWarps == 1;
   const bool folds = kComposes<Traits> && w.levels && w.tokens < 0;
-  const bool rehearsal = kRehearses<Traits> && w.rehearsal;
   const bool may_finish = kFinishes && folds && (places == 1 || x.in_bundle());
   int32_t* counter = p.counters + kArrivals + w.unit * p.num_kv_heads + x.kv_head();
   const bool leads_place = x.member == 0 && x.lane == 0;
@@ -425,7 +424,7 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
   // Not unrolled: see store_final().
 #pragma unroll 1
   for (int first = 0; first < 16; first += kStateRows) {
-    const int rows = rehearsal ? 1 - first : min(w.q_rows - x.group * 16 - first, kStateRows);
+    const int rows = min(w.q_rows - x.group * 16 - first, kStateRows);
     if (rows <= 0) break;
     // Nobody still reads queries in this slice, or the rows before these.
     if (first == 0)
@@ -444,12 +443,12 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
       // Loops of few instructions: unrolled over all warps, fetching the code took longer than reading the
       // states.
       float top = -INFINITY;
-#pragma unroll kJoinUnroll
+#pragma unroll 2
       for (int m = 0; m < active; ++m) top = fmaxf(top, control.stats[source(m)][out_row].x);
       const float base = top == -INFINITY ? 0.f : top;
       float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
       float total = 0.f;
-#pragma unroll kJoinUnroll
+#pragma unroll 2
       for (int m = 0; m < active; ++m) {
         const float2 stat = control.stats[source(m)][out_row];
         const float4 o =
@@ -469,14 +468,12 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
                             times(acc, inverse));
       } else if (w.partial < 0) {
         const int packed = w.q_begin + tile_row;
-        acc = times(acc, inverse * finish_row(p, x.c, w, packed, x.kv_head(), lse, leads && !rehearsal));
+        acc = times(acc, inverse * finish_row(p, x.c, w, packed, x.kv_head(), lse, leads));
         if constexpr (Variant::kTransformsOutput)
           acc = output_columns(p, acc, column, row_index(p, x.c, w, packed, x.kv_head()), lse);
         T* to = static_cast<T*>(p.out) + column +
                 row_offset(p, x.c, w.token_begin, packed, x.kv_head(), p.out_stride_token, p.out_stride_head);
-        if (!rehearsal)
-          *reinterpret_cast<uint2*>(to) =
-              make_uint2(ptx::pack2<T>(acc.x, acc.y), ptx::pack2<T>(acc.z, acc.w));
+        *reinterpret_cast<uint2*>(to) = make_uint2(ptx::pack2<T>(acc.x, acc.y), ptx::pack2<T>(acc.z, acc.w));
       } else {
         const int64_t state = int64_t(w.partial + tile_row) * p.num_kv_heads + x.kv_head();
         if (leads) __stcg(p.partial_lse + state, w.faults ? quiet_nan() : lse);

@@ -212,55 +212,28 @@ __device__ __forceinline__ void arrive(const AttentionParams& p, const LaunchCon
   merge<Traits>(p, c, w, tid, shared);
 }
 
-// An item of one row that no query has, whose warps have states all the same.
-__device__ __forceinline__ void rehearse_join(Control& control, int tid) {
-  if (tid == 0) {
-    Work& w = control.slots[kSlots - 1];
-    w = Work{};
-    w.tile_log2 = 4;
-    w.tiles = kConsumerWarps;
-    w.first = w.last = w.first_pos = w.partial = w.unit = w.tokens = -1;
-    w.rehearsal = 1;
-  }
-  ptx::named_barrier(1, kConsumers);
-}
-
-__device__ __forceinline__ void begin_consuming(const AttentionParams& p, int tid) {
-  begin_launch();
-  // Else the first result waits for its scale behind all tiles that are under way.
-  constexpr int kLine = 32;
-  if (tid * kLine < p.num_kv_heads * max(p.v_scale_stride, 1) && p.v_scale)
-    ptx::prefetch_l1(p.v_scale + tid * kLine);
-}
-
 template <class Traits>
 __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                         char* shared, uint32_t stages) {
   const int tid = threadIdx.x;
+  // Else the first result waits for its scale behind all tiles that are under way.
+  constexpr int kLine = 32;
+  if (tid * kLine < p.num_kv_heads * max(p.v_scale_stride, 1) && p.v_scale)
+    ptx::prefetch_l1(p.v_scale + tid * kLine);
   Ring<Traits::kStages> stage;
   Ring<kSlots> slot;
-  bool rehearses = kRehearses<Traits> && !Traits::kInvariant;
-  if (rehearses)
-    rehearse_join(control, tid);
-  else
-    begin_consuming(p, tid);
   while (true) {
-    if (!rehearses) ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
-    const Work& w = rehearses ? control.slots[kSlots - 1] : control.slots[slot.at];
+    ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
+    const Work& w = control.slots[slot.at];
     FI_MARK(control, "item");
     if constexpr (Traits::kWgmma) ptx::bulk_wait_read();  // the slices are written again, or given back
     if (w.item < 0) return;
-    const int tiles = rehearses ? 0 : ring_tiles<Traits>(w);
+    const int tiles = ring_tiles<Traits>(w);
     bool finished = false;
     if constexpr (Traits::kInvariant)
       run_invariant_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
     else
       finished = run_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
-    if (rehearses) {
-      rehearses = false;
-      begin_consuming(p, tid);
-      continue;
-    }
     stage.advance(tiles + (kRingQueries<Traits> ? w.query_tiles : 0));
     FI_MARK(control, "stored");
     if (w.unit >= 0 && !finished) arrive<Traits>(p, c, control, w, tid, shared);

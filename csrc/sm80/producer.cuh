@@ -16,14 +16,6 @@ inline constexpr int kDrawAhead = 9;
 // to find than to read.
 inline constexpr int kSmallTiles = 3;
 
-// Of what every layer of a step reads anew.
-__device__ __forceinline__ void keep_in_l2(const void* p) {
-  if constexpr (FI_KEEPS_PLAN)
-    ptx::prefetch_l2_last(p);
-  else
-    ptx::prefetch_l2(p);
-}
-
 // Brings the indices and the queries of an item into the L2 cache. While the memory is busy, a read that
 // misses waits behind all KV tiles that are under way.
 template <class Traits>
@@ -36,7 +28,7 @@ __device__ __forceinline__ void warm_cache(const AttentionParams& p, const Launc
         reinterpret_cast<const char*>(p.level.indices + w.row_begin + int64_t(first) * p.level.index_step);
     const int64_t bytes = int64_t(last - first) * p.level.index_step * 4;
     const int lines = int(min(bytes / kLine, int64_t(kMaxLines))) + 1;
-    for (int i = lane; i < lines; i += 32) keep_in_l2(begin + min(int64_t(i) * kLine, bytes));
+    for (int i = lane; i < lines; i += 32) ptx::prefetch_l2(begin + min(int64_t(i) * kLine, bytes));
   }
   // Heads of a KV head lie side by side as a rule: one line of each row.
   const int rows = max(w.q_rows, 0), all_rows = kBundles<Traits> ? rows << w.heads_log2 : rows;
@@ -60,13 +52,13 @@ __device__ __forceinline__ void warm_cache(const AttentionParams& p, const Launc
 __device__ __forceinline__ void warm_units(const AttentionParams& p, const Work& w, int lane) {
   if (w.tokens < 0) {
     const auto* parts = reinterpret_cast<const int32_t*>(p.plan + p.layout.parts);
-    if (w.parts_begin + lane < w.parts_end) keep_in_l2(parts + w.parts_begin + lane);
+    if (w.parts_begin + lane < w.parts_end) ptx::prefetch_l2(parts + w.parts_begin + lane);
     return;
   }
   const auto* list = reinterpret_cast<const int32_t*>(p.plan + p.layout.reports) + w.unit;
   const auto* units = reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units);
 #pragma unroll 1
-  for (int i = lane; i < list[0]; i += 32) keep_in_l2(units + list[1 + i]);
+  for (int i = lane; i < list[0]; i += 32) ptx::prefetch_l2(units + list[1 + i]);
 }
 
 // Brings the plan's first lines and the lengths into the L2 cache, by threads that have nothing to do yet:
@@ -79,10 +71,10 @@ __device__ __forceinline__ void warm_lengths(const AttentionParams& p, const Lau
                       : which == 1 ? static_cast<const void*>(p.level.kv_lens)
                       : which == 2 ? static_cast<const void*>(p.level.row_begin)
                                    : static_cast<const void*>(p.level.row_end);
-  if (line * kLine < p.num_requests * size) keep_in_l2(static_cast<const char*>(array) + line * kLine);
-  if (line == 63 && which == 0) keep_in_l2(p.plan + p.layout.header);
+  if (line * kLine < p.num_requests * size) ptx::prefetch_l2(static_cast<const char*>(array) + line * kLine);
+  if (line == 63 && which == 0) ptx::prefetch_l2(p.plan + p.layout.header);
   if (line == 63 && which == 1)
-    keep_in_l2(p.plan + p.layout.items + int64_t(c.num_kv_heads.divide(blockIdx.x)) * sizeof(WorkItem));
+    ptx::prefetch_l2(p.plan + p.layout.items + int64_t(c.num_kv_heads.divide(blockIdx.x)) * sizeof(WorkItem));
 }
 
 // Draws items and works out their exact ranges.
@@ -93,11 +85,17 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
   const auto* header = reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header);
   const auto* queue = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_begin);
   const auto* entries = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_entries);
-  bool rehearses = kRehearses<Traits>;
-  if (!rehearses) begin_launch();
-  bool queued = false, bundles = false;
+  const bool queued = header->num_queues > 0;
+  // Code that runs once in a launch comes from far away: none that a plan without bundles does not need.
+  const bool bundles = kBundles<Traits> && !queued && header->bundled[0] > 0;
   Tickets bundled;
-  int tickets = 0, next = 0, end = 0;  // next and end: of the tickets, or of this CTA's entries in its queue
+  int tickets = header->num_items * p.num_kv_heads;
+  if (bundles) tickets = bundled.count(p, *header);
+  int next = int(blockIdx.x), end = tickets;  // of the tickets, or of this CTA's entries in its queue
+  if (queued) {
+    next = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x] : 0;
+    end = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x + 1] : 0;
+  }
   // The next ticket, `tickets` or more where there is none. As many draws as tickets, so that the last one
   // resets the counter.
   const auto draw = [&] {
@@ -111,19 +109,7 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
   int heads_left = 0, drawn_next = 0;  // of the ticket; the one behind it
   bool drawn = false, first = true;
   while (true) {
-    if (first) {
-      queued = !rehearses && read(&header->num_queues) > 0;
-      // Code that runs once in a launch comes from far away: none that a plan without bundles does not need.
-      bundles = kBundles<Traits> && !rehearses && !queued && read(header->bundled) > 0;
-      tickets = read(&header->num_items) * p.num_kv_heads;
-      if (bundles) tickets = bundled.count(p, *header);
-      next = int(blockIdx.x), end = tickets;
-      if (queued) {
-        next = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x] : 0;
-        end = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x + 1] : 0;
-      }
-    }
-    if (!rehearses) ptx::mbarrier_wait(ptx::shared_address(&control.slot_empty[slot.at]), slot.parity() ^ 1);
+    ptx::mbarrier_wait(ptx::shared_address(&control.slot_empty[slot.at]), slot.parity() ^ 1);
     Work& w = control.slots[slot.at];
     const auto pass = [&] {
       tiles_ahead -= ring_tiles<Traits>(control.slots[oldest.at]);
@@ -132,7 +118,7 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
     };
     if (waiting == kSlots) pass();  // its slot is free again
     __syncwarp();
-    if (!rehearses && heads_left == 0 && next >= end) {
+    if (heads_left == 0 && next >= end) {
       if (lane == 0) {
         w.item = -1;
         ptx::mbarrier_arrive(ptx::shared_address(&control.slot_full[slot.at]));
@@ -151,16 +137,11 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
         item = c.num_kv_heads.divide(ticket);
         kv_head = ticket - item * p.num_kv_heads;
       }
-      if (lane == 0 && (!rehearses || may_rehearse(p, item))) {
+      if (lane == 0) {
         exact_work<Traits>(p, c, item, kv_head, w);
         w.heads_log2 = bundled_heads<Traits>(w, heads_log2);
         // Consumers are idle before the first tile, and producers are not.
         if (first && 1 << w.tile_log2 < kMaxQueryTile) w.query_tiles = 0;
-      }
-      if (rehearses) {
-        begin_launch();
-        rehearses = false;
-        continue;
       }
       heads_left = 1 << heads_log2;
       first = false;
@@ -207,17 +188,12 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
   const int lane = threadIdx.x % 32;
   Ring<kSlots> slot;
   Ring<kRowTiles> ring;
-  bool rehearses = kRehearses<Traits>;
-  if (!rehearses) begin_launch();
   while (true) {
-    if (!rehearses) ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
+    ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     Work& w = control.slots[slot.at];
-    int heads_log2 = 0, tiles = 1, lo = 0, hi = 0, kv_begin = 0;
-    if (!rehearses) {
-      if (w.item < 0) return;
-      heads_log2 = kBundles<Traits> ? w.heads_log2 : 0;  // heads take turns, tile by tile
-      tiles = ring_tiles<Traits>(w), lo = max(w.lo, w.kv_begin), hi = w.kv_end, kv_begin = w.kv_begin;
-    }
+    if (w.item < 0) return;
+    const int heads_log2 = kBundles<Traits> ? w.heads_log2 : 0;  // heads take turns, tile by tile
+    const int tiles = ring_tiles<Traits>(w), lo = max(w.lo, w.kv_begin), hi = w.kv_end, kv_begin = w.kv_begin;
     const int32_t* indices = kIndexed ? p.level.indices + w.row_begin : nullptr;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; tile += kBatch) {
@@ -258,19 +234,12 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
           atomicOr(&w.faults, kFaultPages);
           atomicOr(p.counters + kFaults, kFaultPages);
         }
-        if (!rehearses)
-          ptx::mbarrier_wait(ptx::shared_address(&control.rows_empty[ring.at]), ring.parity() ^ 1);
+        ptx::mbarrier_wait(ptx::shared_address(&control.rows_empty[ring.at]), ring.parity() ^ 1);
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) rows[ring.at * kKvTile + half * 32 + lane] = row[half];
-        if (rehearses) continue;
         ptx::mbarrier_arrive_warp(ptx::shared_address(&control.rows_full[ring.at]), lane);
         ring.advance();
       }
-    }
-    if (rehearses) {
-      begin_launch();
-      rehearses = false;
-      continue;
     }
     ptx::mbarrier_arrive_warp(ptx::shared_address(&control.slot_empty[slot.at]), lane);
     slot.advance();
@@ -288,16 +257,15 @@ struct Loader {
   const LaunchConstants& c;
   const int lane, warp;
   const char *k, *v;  // this lane's chunk of the head's first row
-  uint64_t policy;    // of the L2 cache for keys and values
+  uint64_t policy;    // of the L2 cache: keys of few rows are read once, those of many by other items, too
 
   __device__ __forceinline__ Loader(const AttentionParams& p_, const LaunchConstants& c_, int warp_)
       : p(p_), c(c_), lane(threadIdx.x % 32), warp(warp_) {}
 
-  // often: other items read the same keys.
-  __device__ __forceinline__ void begin(int kv_head, bool often) {
-    k = static_cast<const char*>(p.k) + int64_t(kv_head) * c.k_head_bytes + lane % 8 * 16;
-    v = static_cast<const char*>(p.v) + int64_t(kv_head) * c.v_head_bytes + lane % 8 * 16;
-    if constexpr (FI_KEEPS_PLAN > 1) policy = often ? ptx::normal_policy() : ptx::read_once_policy();
+  __device__ __forceinline__ void begin(const Work& w, int place = 0) {
+    k = static_cast<const char*>(p.k) + int64_t(w.kv_head + place) * c.k_head_bytes + lane % 8 * 16;
+    v = static_cast<const char*>(p.v) + int64_t(w.kv_head + place) * c.v_head_bytes + lane % 8 * 16;
+    policy = w.tile_log2 <= 4 && w.tokens < 0 ? ptx::read_once_policy() : ptx::normal_policy();
     // Else the compiler adds the caches' addresses once more for every row.
     asm volatile("" : "+l"(k), "+l"(v));
   }
@@ -367,43 +335,29 @@ struct Loader {
 #pragma unroll
     for (int s = 0; s < (kChunks + 7) / 8; ++s)
       if ((s + 1) * 8 <= kChunks || s * 8 + lane % 8 < kChunks)
-        FI_KEEPS_PLAN > 1
-            ? ptx::cp_async_16(to + s * kKvTile * kRowBytes, from + s * kRowBytes, bytes, policy)
-            : ptx::cp_async_16(to + s * kKvTile * kRowBytes, from + s * kRowBytes, bytes);
+        ptx::cp_async_16(to + s * kKvTile * kRowBytes, from + s * kRowBytes, bytes, policy);
   }
 };
 
 template <class Traits>
 __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchConstants& c, Control& control,
-                                        uint32_t* rows, uint32_t stages) {
+                                        const uint32_t* rows, uint32_t stages) {
   const int warp = threadIdx.x / 32 - kConsumerWarps, lane = threadIdx.x % 32;
   Loader<Traits> loader(p, c, warp);
   constexpr int kKvTile = Traits::kKvTile;
   Ring<kSlots> slot;
   Ring<kRowTiles> ring;
   Ring<Traits::kStages> stage;
-  bool rehearses = kRehearses<Traits>;
-  if (rehearses) {
-    // Rows that do not exist, in the second place: the guide rehearses with the first.
-    for (int i = lane; i < Loader<Traits>::kRows; i += 32)
-      rows[kKvTile + warp * Loader<Traits>::kRows + i] = kNoRow;
-    __syncwarp();
-  } else {
-    begin_launch();
-  }
   while (true) {
-    if (!rehearses) ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
+    ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     const Work& w = control.slots[slot.at];
-    int heads_log2 = 0, tiles = 1, kv_begin = 0;
-    if (!rehearses) {
-      if (w.item < 0) return;
-      heads_log2 = kBundles<Traits> ? w.heads_log2 : 0;
-      tiles = ring_tiles<Traits>(w), kv_begin = w.kv_begin;
-    }
-    loader.begin(rehearses ? 0 : w.kv_head, rehearses || w.tile_log2 > 4 || w.tokens >= 0);
-    const bool draws = warp == 0 && lane == 0 && !rehearses;
+    if (w.item < 0) return;
+    const int heads_log2 = kBundles<Traits> ? w.heads_log2 : 0;
+    const int tiles = ring_tiles<Traits>(w), kv_begin = w.kv_begin;
+    loader.begin(w);
+    const bool draws = warp == 0 && lane == 0;
     if (draws && tiles <= kDrawAhead) ptx::mbarrier_arrive(ptx::shared_address(&control.draw[slot.at]));
-    if (kRingQueries<Traits> && !rehearses && w.query_tiles) {
+    if (kRingQueries<Traits> && w.query_tiles) {
       ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
       loader.copy_queries(w, stages + stage.at * Traits::kStageBytes);
       ptx::mbarrier_arrive_after_copies(full_barrier(control, stage));
@@ -411,18 +365,16 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
     }
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i) {
-      if (kBundles<Traits> && heads_log2 > 0) loader.begin(w.kv_head + (i & (1 << heads_log2) - 1), false);
-      if (!rehearses) ptx::mbarrier_wait(ptx::shared_address(&control.rows_full[ring.at]), ring.parity());
+      if (kBundles<Traits> && heads_log2 > 0) loader.begin(w, i & (1 << heads_log2) - 1);
+      ptx::mbarrier_wait(ptx::shared_address(&control.rows_full[ring.at]), ring.parity());
       uint32_t found[Loader<Traits>::kSteps];
       if (i == 0) {
         FI_MARK(control, "rows of the first tile");
       }
-      loader.read(rows + (rehearses ? 1 : ring.at) * kKvTile, found);
-      if (!rehearses) {
-        ptx::mbarrier_arrive_warp(ptx::shared_address(&control.rows_empty[ring.at]), lane);
-        ring.advance();
-        ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
-      }
+      loader.read(rows + ring.at * kKvTile, found);
+      ptx::mbarrier_arrive_warp(ptx::shared_address(&control.rows_empty[ring.at]), lane);
+      ring.advance();
+      ptx::mbarrier_wait(ptx::shared_address(&control.empty[stage.at]), stage.parity() ^ 1);
       const uint32_t k_tile = stages + stage.at * Traits::kStageBytes;
       if (c.one_offset)
         loader.template copy<true>(found, kv_begin + (i >> heads_log2) * kKvTile, k_tile,
@@ -430,17 +382,10 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
       else
         loader.template copy<false>(found, kv_begin + (i >> heads_log2) * kKvTile, k_tile,
                                     k_tile + Traits::kKBytes);
-      if (rehearses) break;
       ptx::mbarrier_arrive_after_copies(full_barrier(control, stage));
       stage.advance();
       if (draws && tiles - i - 1 == kDrawAhead)
         ptx::mbarrier_arrive(ptx::shared_address(&control.draw[slot.at]));
-    }
-    if (rehearses) {
-      ptx::cp_async_wait_all();  // the zeros are there before anything else is copied to their place
-      begin_launch();
-      rehearses = false;
-      continue;
     }
     FI_MARK(control, "all tiles started");
     ptx::mbarrier_arrive_warp(ptx::shared_address(&control.slot_empty[slot.at]), lane);

@@ -6,7 +6,6 @@
 #include "launch.h"
 #include "marks.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/grids.cuh"
 #include "ptx/mbarrier.cuh"
 #include "traits.cuh"
 
@@ -34,7 +33,6 @@ struct Work {
   int64_t row_begin;
   int32_t tiles;        // KV tiles from kv_begin to kv_end, none without rows; of each head
   int32_t query_tiles;  // 1: the ring holds the queries in front of them
-  int32_t rehearsal;    // 1: its only row does not exist, and nothing is stored
 };
 
 struct Control {
@@ -122,24 +120,6 @@ __device__ __forceinline__ int node_token(const AttentionParams& p, const Work& 
   return uint32_t(token) < uint32_t(p.num_tokens) ? token : -1;
 }
 
-// Of the plan and of what a launch is given beside it. Not through L1, which may still hold what a rehearsal
-// has read.
-template <typename T>
-__device__ __forceinline__ T read(const T* from) {
-  if constexpr (sizeof(T) % 16 == 0) {
-    union {
-      uint4 words[sizeof(T) / 16];
-      T whole;
-    } x{};
-#pragma unroll
-    for (int i = 0; i < int(sizeof(T) / 16); ++i)
-      x.words[i] = __ldcg(reinterpret_cast<const uint4*>(from) + i);
-    return x.whole;
-  } else {
-    return __ldcg(from);
-  }
-}
-
 // Where the query tokens of a request begin, and how many of them lie inside of the output, which must not be
 // left whatever qo_indptr says.
 struct QueryTokens {
@@ -147,7 +127,7 @@ struct QueryTokens {
   bool outside;
 };
 __device__ __forceinline__ QueryTokens query_tokens(const AttentionParams& p, int request) {
-  const int begin = read(p.qo_indptr + request), end = read(p.qo_indptr + request + 1);
+  const int begin = p.qo_indptr[request], end = p.qo_indptr[request + 1];
   const bool apart = begin < 0 || end < begin;
   return {begin, apart ? 0 : max(min(end, p.num_tokens) - begin, 0), apart || end > p.num_tokens};
 }
@@ -173,16 +153,16 @@ __device__ __forceinline__ int brings_queries(const Work& w) {
 template <class Traits>
 __device__ __forceinline__ void node_work(const AttentionParams& p, const LaunchConstants& c,
                                           const WorkItem& item, Work& w) {
-  const PrefixNode node = read(reinterpret_cast<const PrefixNode*>(p.plan + p.layout.nodes) + item.request);
+  const PrefixNode node = reinterpret_cast<const PrefixNode*>(p.plan + p.layout.nodes)[item.request];
   const LevelParams& level = p.level;
   w.request = node.request;
   w.tokens = node.tokens_begin;
   w.levels = 1;
   w.token_begin = 0;
   w.num_items = w.parts_begin = w.parts_end = 0;
-  w.row_begin = read(level.row_begin + node.request);
-  const int kv_len = read(level.kv_lens + node.request);
-  const bool held = holds(level, c, w.row_begin, read(level.row_end + node.request), kv_len);
+  w.row_begin = level.row_begin[node.request];
+  const int kv_len = level.kv_lens[node.request];
+  const bool held = holds(level, c, w.row_begin, level.row_end[node.request], kv_len);
   const bool legal = bool(int(held) & int(kv_len >= item.kv_end));
   w.faults = legal ? 0 : kFaultLengths;
   w.q_begin = item.q_begin;
@@ -202,10 +182,9 @@ template <class Traits>
 __device__ __forceinline__ void exact_work(const AttentionParams& p, const LaunchConstants& c, int index,
                                            int kv_head, Work& w) {
   constexpr bool invariant = Traits::kInvariant;
-  const WorkItem item = read(reinterpret_cast<const WorkItem*>(p.plan + p.layout.items) + index);
+  const WorkItem item = reinterpret_cast<const WorkItem*>(p.plan + p.layout.items)[index];
   const LevelParams& level = p.level;
   w.item = index;
-  w.rehearsal = 0;
   w.request = item.request;
   w.kv_head = kv_head;
   w.heads_log2 = 0;
@@ -223,14 +202,13 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
   const QueryTokens tokens = query_tokens(p, item.request);
   const int q_len = foreign ? 0 : tokens.count;
   w.token_begin = tokens.begin;
-  const int64_t row_begin = read(level.row_begin + item.request),
-                row_end = read(level.row_end + item.request);
-  int kv_len = read(level.kv_lens + item.request);
+  const int64_t row_begin = level.row_begin[item.request], row_end = level.row_end[item.request];
+  int kv_len = level.kv_lens[item.request];
   w.row_begin = row_begin;
   w.num_items = w.parts_begin = w.parts_end = 0;
   bool moved = false;
   if (w.unit >= 0) {
-    const MergeUnit unit = read(reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units) + w.unit);
+    const MergeUnit unit = reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units)[w.unit];
     w.num_items = unit.num_items;
     w.parts_begin = unit.parts_begin;
     w.parts_end = unit.parts_end;
@@ -285,30 +263,6 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
   }
   w.tiles = w.q_rows > 0 && w.kv_end > w.kv_begin ? ceil_div(w.kv_end - w.kv_begin, Traits::kKvTile) : 0;
   w.query_tiles = brings_queries<Traits>(w);
-}
-
-// Whether every role runs once without effect before the launch may read what the grids before it write. What
-// runs for the first time runs as fast as its instructions come from memory. Consumers rehearse how they join
-// states: not for variants that read arrays of their own.
-template <class Traits>
-inline constexpr bool kRehearses = FI_REHEARSAL && !kPackedMask && !kUsersVariant;
-
-// The end of a rehearsal: barriers are made, and the grids before this one are through.
-__device__ __forceinline__ void begin_launch() {
-  __syncthreads();
-#if FI_PDL
-  ptx::wait_for_grids();
-#endif
-}
-
-// Whether exact_work() stays inside of its arrays whatever the plan says, which may be another one's or none
-// yet.
-__device__ __forceinline__ bool may_rehearse(const AttentionParams& p, int index) {
-  if (index < 0 || int64_t(index + 1) * int64_t(sizeof(WorkItem)) > p.layout.units - p.layout.items)
-    return false;
-  const WorkItem item = read(reinterpret_cast<const WorkItem*>(p.plan + p.layout.items) + index);
-  return !(item.flags & kPrefix) && uint32_t(item.request) < uint32_t(p.num_requests) && item.unit < 0 &&
-         item.q_begin >= 0;
 }
 
 // The tickets of a launch. Items are in the order of their costs: one of the last bundled[k - 1] makes one

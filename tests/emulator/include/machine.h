@@ -226,12 +226,9 @@ class Machine {
       if (async_of(i).waited) fail("wgmma: a lane has waited at an mbarrier without a fence");
   }
   void bulk_commit() { async_of(lane).uncommitted = false; }
+  // Lets all copies of this thread land.
   void bulk_wait() {
     if (async_of(lane).uncommitted) fail("bulk copy: waited for, but not committed");
-    copies_wait();
-  }
-  // Lets all copies of this thread land.
-  void copies_wait() {
     auto& queue = block->copies[size_t(thread)];
     if (queue.empty()) return;
     land(queue, queue.size());

@@ -16,12 +16,10 @@ inline void cp_async_16(uint32_t dst, const void* src, uint32_t bytes) {
 inline void cp_async_16(uint32_t dst, const void* src, uint32_t bytes, uint64_t) {
   cp_async_16(dst, src, bytes);
 }
-inline void cp_async_wait_all() { emulator::machine().copies_wait(); }
 inline uint64_t read_once_policy() { return 1; }
 inline uint64_t normal_policy() { return 0; }
 
 inline void prefetch_l2(const void*) {}
-inline void prefetch_l2_last(const void*) {}
 inline void prefetch_l1(const void*) {}
 
 }  // namespace fi::ptx

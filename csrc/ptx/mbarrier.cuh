@@ -64,19 +64,6 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 #endif
 }
 
-// Whether that phase is complete; what the others did before is visible then.
-__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
-  uint32_t complete;
-  asm volatile(
-      "{\n .reg .pred done;\n"
-      " mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n"
-      " selp.u32 %0, 1, 0, done;\n}"
-      : "=r"(complete)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return complete;
-}
-
 // Barrier `id` (1 .. 15) among `threads` threads, whole warps.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -10,19 +10,18 @@ namespace fi::sm80 {
 // Each barrier by a thread of its own: one thread takes half a microsecond for all, at the beginning of every
 // launch.
 __device__ __forceinline__ void init_barriers(Control& control) {
-  constexpr int kCounts[] = {2 * kMaxStages, kMaxStages, kSlots, kSlots, kSlots, kRowTiles, kRowTiles, 1};
+  constexpr int kCounts[] = {2 * kMaxStages, kMaxStages, kSlots, kSlots, kSlots, kRowTiles, kRowTiles};
   constexpr int kArrivals[] = {kProducers,
                                kConsumerWarps * ptx::kArrivalsOfWarp,
                                1,
                                (kConsumerWarps + kProducerWarps + 1) * ptx::kArrivalsOfWarp,
                                1,
                                ptx::kArrivalsOfWarp,
-                               kProducerWarps * ptx::kArrivalsOfWarp,
-                               kConsumerWarps * ptx::kArrivalsOfWarp};
+                               kProducerWarps * ptx::kArrivalsOfWarp};
   const int at = int(threadIdx.x);
   int end = 0, arrivals = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < 7; ++i) {
     arrivals = at >= end ? kArrivals[i] : arrivals;
     end += kCounts[i];
   }

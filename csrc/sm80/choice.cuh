@@ -10,10 +10,6 @@
 #else
 #define FI_VARIANT StandardVariant
 #endif
-// Whether warps take the queries of the next item while states are joined.
-#if !defined(FI_EARLY_QUERIES)
-#define FI_EARLY_QUERIES 0
-#endif
 // Whether warps share tiles of few rows in the batch-invariant mode.
 #if !defined(FI_SHARED_ROWS)
 #define FI_SHARED_ROWS 0

@@ -29,39 +29,13 @@ __device__ __forceinline__ bool has_few_rows(const Work& w) {
 __device__ __forceinline__ int row_groups_log2(const Work& w) { return max(w.tile_log2 - 4, 0); }
 __device__ __forceinline__ int row_groups(const Work& w) { return 1 << row_groups_log2(w); }
 
-// Fragments of the queries of a warp's sixteen rows.
-template <class Traits>
-using Queries = uint32_t[Traits::kQInRegisters ? Traits::kHeadDim / 16 : 1][4];
-
-// How many warps share the KV tiles of a row group or a head of a bundle (logarithm).
-template <class Traits>
-__device__ __forceinline__ int members_of(const Work& w) {
-  constexpr int kMaxGroupsLog2 = Traits::kMaxGroups == 8 ? 3 : 2;
-  static_assert(1 << kMaxGroupsLog2 == Traits::kMaxGroups);
-  return kMaxGroupsLog2 - row_groups_log2(w) - (kBundles<Traits> ? w.heads_log2 : 0);
-}
-
-// The queries of an item from a stage of the ring, which is free afterwards.
-template <class Traits>
-__device__ __forceinline__ void take_queries(const Work& w, Control& control, uint32_t stages,
-                                             const Ring<Traits::kStages>& stage, int warp, int lane,
-                                             Queries<Traits>& q) {
-  static_assert(kRingQueries<Traits> && Traits::kColumnWarps == 1);
-  ptx::mbarrier_wait(full_barrier(control, stage), stage.lap >> 1 & 1);
-  const int first_row = (warp >> members_of<Traits>(w)) * 16, rows = query_tile_rows(w);
-  const uint32_t base = stages + stage.at * Traits::kStageBytes + (first_row + lane % 16) * kRowBytes +
-                        (((lane >> 4) ^ (lane & 7)) << 4);
-#pragma unroll
-  for (int step = 0; step < Traits::kHeadDim / 16; ++step)
-    ptx::ldmatrix_x4(q[step], chunk_pair(base, rows, step));
-  ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[stage.at]), lane);
-}
-
 template <class Traits>
 struct Consumer {
   using T = typename Traits::T;
   using TKV = typename Traits::TKV;
   using Weight = WeightOf<Traits>;
+  static constexpr int kMaxGroupsLog2 = Traits::kMaxGroups == 8 ? 3 : 2;
+  static_assert(1 << kMaxGroupsLog2 == Traits::kMaxGroups);
   static constexpr int kQSteps = Traits::kHeadDim / 16;  // ksteps of Q K^T
   static constexpr int kKvTile = Traits::kKvTile;
   static constexpr int kTiles = kKvTile / 8;                                // fragments of a tile's logits
@@ -78,7 +52,7 @@ struct Consumer {
   int members_log2;
   int pair, column_warp;       // which of the warps that share rows and columns
   int inner_begin, inner_end;  // keys that all rows see
-  Queries<Traits>& q;
+  uint32_t q[Traits::kQInRegisters ? kQSteps : 1][4];
   float out[kColumns][4];
   RowState state;
 
@@ -125,12 +99,12 @@ struct Consumer {
   __device__ __forceinline__ int row_of(int r) const { return group * 16 + lane / 4 + r * 8; }
 
   __device__ __forceinline__ Consumer(const AttentionParams& p_, const LaunchConstants& c_, const Work& w_,
-                                      int tid, char* shared, Queries<Traits>& queries)
-      : p(p_), c(c_), w(w_), warp(tid / 32), lane(tid % 32), q(queries) {
+                                      int tid, char* shared)
+      : p(p_), c(c_), w(w_), warp(tid / 32), lane(tid % 32) {
     pair = warp / Traits::kColumnWarps;
     slice = shared + (kWideHeads<Traits> ? warp / 4 * tile_bytes(kWideRows, Traits::kHeadDim * 2)
                                          : pair * Traits::kSliceBytes);
-    members_log2 = members_of<Traits>(w);
+    members_log2 = kMaxGroupsLog2 - row_groups_log2(w) - (kBundles<Traits> ? w.heads_log2 : 0);
     members = 1 << members_log2;
     column_warp = warp % Traits::kColumnWarps;
     group = in_bundle() ? 0 : pair >> members_log2;
@@ -237,6 +211,19 @@ struct Consumer {
     const uint32_t base =
         ptx::shared_address(slice) + (lane % 16) * kRowBytes + (((lane >> 4) ^ (lane & 7)) << 4);
     ptx::ldmatrix_x4(a, chunk_pair(base, 16, step));
+  }
+
+  // The queries from a stage of the ring, which is free afterwards.
+  __device__ __forceinline__ void take_queries(Control& control, uint32_t stages,
+                                               const Ring<Traits::kStages>& stage) {
+    ptx::mbarrier_wait(full_barrier(control, stage), stage.lap >> 1 & 1);
+    const int first_row = (in_bundle() ? place() : group) * 16;
+    const uint32_t base = stages + stage.at * Traits::kStageBytes + (first_row + lane % 16) * kRowBytes +
+                          (((lane >> 4) ^ (lane & 7)) << 4);
+    const int rows = query_tile_rows(w);
+#pragma unroll
+    for (int step = 0; step < kQSteps; ++step) ptx::ldmatrix_x4(q[step], chunk_pair(base, rows, step));
+    ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[stage.at]), lane);
   }
 
   // What the variant makes of the whole key that this lane multiplies of each eight.

@@ -365,10 +365,8 @@ __device__ __forceinline__ void fold_levels(const AttentionParams& p, const Laun
 
 // Joins the states of the warps that shared the KV tiles of a row group, in their order, eight rows at a
 // time, and stores the result. Returns whether it is final although the item is one of several of its unit.
-// before_states: called when the slices may be written. beside_states: while this warp waits for others.
-template <class Traits, class BeforeStates, class BesideStates>
-__device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& control, char* shared,
-                                        BeforeStates before_states, BesideStates beside_states) {
+template <class Traits>
+__device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& control, char* shared) {
   using T = typename Traits::T;
   const AttentionParams& p = x.p;
   const Work& w = x.w;
@@ -429,23 +427,18 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
     const int rows = min(w.q_rows - x.group * 16 - first, kStateRows);
     if (rows <= 0) break;
     // Nobody still reads queries in this slice, or the rows before these.
-    if (first == 0) {
-      before_states();
+    if (first == 0)
       x.sync_columns();
-    } else {
+    else
       sync();
-    }
     if (first == 0) put_rows(0);
     if (first + rows > 8 && first + kStateRows > 8) put_rows(1);
     if (may_finish && first == 0 && leads_place) control.place_arrived[x.warp] = arrived == w.num_items - 1;
-    if (first == 0) beside_states();
     sync();
     FI_MARK(control, "states met");
     if (may_finish && first == 0)
       finishes = *static_cast<volatile int32_t*>(&control.place_arrived[x.warp - x.member]);
-    // The first tiles of the next item are the first warps'.
-    const int worker = kTakesEarly<Traits> ? x.members - 1 - x.member : x.member;
-    for (int i = worker * 32 + x.lane; i < rows * kVectors; i += threads) {
+    for (int i = x.member * 32 + x.lane; i < rows * kVectors; i += threads) {
       const int out_row = i / kVectors, vector = i % kVectors;
       // Loops of few instructions: unrolled over all warps, fetching the code took longer than reading the
       // states.
@@ -490,7 +483,7 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
     }
   }
   if (finishes && leads_place) *counter = 0;
-  if constexpr (!kTakesEarly<Traits>) sync();  // the slices are free again
+  sync();  // the slices are free again
   return finishes;
 }
 

@@ -68,8 +68,7 @@ template <class View, class Products>
 __device__ __forceinline__ bool run_tallest(const AttentionParams& p, const LaunchConstants& c,
                                             Control& control, const Work& w, int tid, char* shared,
                                             uint32_t stages, const Ring<View::kStages>& stage, int tiles) {
-  Queries<View> queries;
-  Consumer<View> x(p, c, w, tid, shared, queries);
+  Consumer<View> x(p, c, w, tid, shared);
   Products::attend(x, control, stages, stage, tiles);
   if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
   store(x);
@@ -77,43 +76,11 @@ __device__ __forceinline__ bool run_tallest(const AttentionParams& p, const Laun
   return false;
 }
 
-// What a consumer knows of the items before and behind the one that it is at.
-template <class Traits>
-struct Passage {
-  Ring<kSlots> slot;           // of this item
-  uint32_t items = 0;          // before it
-  bool queries_taken = false;  // already
-  Queries<Traits> queries;
-
-  __device__ __forceinline__ void wait_slices(Control& control) const {
-    if constexpr (kTakesEarly<Traits>)
-      ptx::mbarrier_wait(ptx::shared_address(&control.slices_free), (items & 1) ^ 1);
-  }
-
-  // Takes the queries of the next item if they are there, whose place in the ring is `stage`.
-  __device__ __forceinline__ void look_ahead(Control& control, uint32_t stages,
-                                             const Ring<Traits::kStages>& stage, int warp, int lane) {
-    if constexpr (kTakesEarly<Traits>) {
-      Ring<kSlots> next = slot;
-      next.advance();
-      const auto there = [](uint32_t barrier, uint32_t parity) {
-        return __all_sync(~0u, ptx::mbarrier_test(barrier, parity)) != 0;
-      };
-      if (!there(ptx::shared_address(&control.slot_full[next.at]), next.parity())) return;
-      const Work& w = control.slots[next.at];
-      if (w.item < 0 || !w.query_tiles || !there(full_barrier(control, stage), stage.lap >> 1 & 1)) return;
-      take_queries<Traits>(w, control, stages, stage, warp, lane, queries);
-      queries_taken = true;
-    }
-  }
-};
-
 // Returns whether the item's unit is finished without its arrival.
 template <class Traits>
 __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                          const Work& w, int tid, char* shared, uint32_t stages,
-                                         const Ring<Traits::kStages>& stage, int tiles,
-                                         Passage<Traits>& passage) {
+                                         const Ring<Traits::kStages>& stage, int tiles) {
   static_assert(!(Traits::kWgmma && kTransformsTiles), "wgmma reads tiles as they lie in shared memory");
   static_assert(!Traits::kWgmma || Traits::kReadsQueries || Traits::kColumnWarps == 1,
                 "a warp holds whole rows");
@@ -130,31 +97,18 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
     if (tallest)
       return run_tallest<View, sm90::Widened<View>>(p, c, control, w, tid, shared, stages, stage, tiles);
   }
-  const bool in_ring = kRingQueries<Traits> && w.query_tiles;
-  if (!in_ring) passage.wait_slices(control);
-  Consumer<Traits> x(p, c, w, tid, shared, passage.queries);
+  Consumer<Traits> x(p, c, w, tid, shared);
   Ring<Traits::kStages> first = stage;
-  if constexpr (kRingQueries<Traits>) {
-    if (in_ring) {
-      if (!passage.queries_taken)
-        take_queries<Traits>(w, control, stages, first, x.warp, x.lane, passage.queries);
-      first.advance();
-    }
-    passage.queries_taken = false;
+  if (kRingQueries<Traits> && w.query_tiles) {
+    x.take_queries(control, stages, first);
+    first.advance();
   }
-  const auto before_states = [&] { passage.wait_slices(control); };
-  const auto beside_states = [&] {
-    Ring<Traits::kStages> next = first;
-    next.advance(tiles);
-    passage.look_ahead(control, stages, next, x.warp, x.lane);
-  };
   if constexpr (Traits::kWgmma && !Traits::kReadsQueries && !Traits::kWidens) {
     if (x.members == 1 && !x.in_bundle()) {
       FI_MARK(control, "queries");
       sm90::Wide<Traits>::attend(x, control, stages, first, tiles);
       FI_MARK(control, "attended");
       if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
-      passage.wait_slices(control);
       store(x);
       return false;
     }
@@ -169,12 +123,10 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
   FI_MARK(control, "attended");
   if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
   if (x.in_bundle()) {
-    if (!combine(x, control, shared, before_states, beside_states) && w.unit >= 0)
-      arrive_in_bundle(x, control);
+    if (!combine(x, control, shared) && w.unit >= 0) arrive_in_bundle(x, control);
     return true;
   }
-  if (x.members > 1) return combine(x, control, shared, before_states, beside_states);
-  passage.wait_slices(control);
+  if (x.members > 1) return combine(x, control, shared);
   store(x);
   return false;
 }
@@ -213,10 +165,9 @@ __device__ __forceinline__ void run_invariant_item(const AttentionParams& p, con
   const int first_tile = w.kv_begin / Traits::kKvTile;
   const auto begins_chunk = [&](int i) { return i > 0 && (first_tile + i) % grid_tiles == 0; };
   int partial = w.partial;
-  Queries<Traits> queries;
   if (kSharesRows<Traits> && row_groups(w) == 1) {
     if constexpr (kSharesRows<Traits>) {
-      Consumer<Traits> x(p, c, w, tid, shared, queries);
+      Consumer<Traits> x(p, c, w, tid, shared);
       SharedRows<Traits> rows(x, shared);
       const float scale = x.logit_scale();
 #pragma unroll 1
@@ -232,7 +183,7 @@ __device__ __forceinline__ void run_invariant_item(const AttentionParams& p, con
     }
     return;
   }
-  Consumer<Traits> x(p, c, w, tid, shared, queries);
+  Consumer<Traits> x(p, c, w, tid, shared);
   if (x.member > 0) return;
   OwnRows<Traits> rows(x);
   attend<Traits>(x, control, stages, stage, tiles, [&](int i) {
@@ -270,8 +221,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchCo
   if (tid * kLine < p.num_kv_heads * max(p.v_scale_stride, 1) && p.v_scale)
     ptx::prefetch_l1(p.v_scale + tid * kLine);
   Ring<Traits::kStages> stage;
-  Passage<Traits> passage;
-  Ring<kSlots>& slot = passage.slot;
+  Ring<kSlots> slot;
   while (true) {
     ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     const Work& w = control.slots[slot.at];
@@ -283,17 +233,13 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchCo
     if constexpr (Traits::kInvariant)
       run_invariant_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
     else
-      finished = run_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles, passage);
+      finished = run_item<Traits>(p, c, control, w, tid, shared, stages, stage, tiles);
     stage.advance(tiles + (kRingQueries<Traits> ? w.query_tiles : 0));
     FI_MARK(control, "stored");
     if (w.unit >= 0 && !finished) arrive<Traits>(p, c, control, w, tid, shared);
     FI_MARK(control, "merged");
     // Warps without a share must not run ahead of the ring by more than a lap.
     if (Traits::kInvariant && row_groups(w) < Traits::kMaxGroups) ptx::named_barrier(1, kConsumers);
-    if constexpr (kTakesEarly<Traits>) {
-      ptx::mbarrier_arrive_warp(ptx::shared_address(&control.slices_free), tid % 32);
-      ++passage.items;
-    }
     ptx::mbarrier_arrive_warp(ptx::shared_address(&control.slot_empty[slot.at]), tid % 32);
     slot.advance();
   }

@@ -41,7 +41,6 @@ struct Control {
   uint64_t slot_full[kSlots], slot_empty[kSlots];
   uint64_t draw[kSlots];  // the producers are nearly through with the item
   uint64_t rows_full[kRowTiles], rows_empty[kRowTiles];
-  uint64_t slices_free;  // no warp reads other warps' states of the item before
   int32_t arrived;
 #if FI_MARKS
   int32_t marks[kMarkedWarps];
@@ -143,10 +142,6 @@ __device__ __forceinline__ bool holds(const LevelParams& level, const LaunchCons
               int(row_end <= level.num_indices) &
               int(kv_len == 0 || last_page * level.index_step < row_end - row_begin));
 }
-
-// The next item's queries are taken while states are joined, and its first tiles by warps that join none.
-template <class Traits>
-inline constexpr bool kTakesEarly = FI_EARLY_QUERIES && kRingQueries<Traits>;
 
 template <class Traits>
 __device__ __forceinline__ int brings_queries(const Work& w) {

@@ -203,13 +203,6 @@ class Machine {
     async_of(lane).waited = true;
   }
 
-  // Whether that phase is complete.
-  bool mbarrier_test(uint32_t address, uint32_t parity) {
-    if (mbarrier(address).phase == parity) return false;
-    async_of(lane).waited = true;
-    return true;
-  }
-
   void copy(const Copy& c) {
     auto& queue = block->copies[size_t(thread)];
     if (queue.empty()) block->copying.push_back(thread);

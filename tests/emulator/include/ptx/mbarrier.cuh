@@ -19,9 +19,6 @@ inline void mbarrier_arrive_warp(uint32_t barrier, int lane, int times = 1) {
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   emulator::machine().mbarrier_wait(barrier, parity);
 }
-inline bool mbarrier_test(uint32_t barrier, uint32_t parity) {
-  return emulator::machine().mbarrier_test(barrier, parity);
-}
 inline void named_barrier(int id, int threads) { emulator::machine().named_barrier(id, threads); }
 inline bool named_barrier_or(int id, int threads, bool said) {
   return emulator::machine().named_barrier(id, threads, said);

@@ -3,25 +3,25 @@
 #pragma once
 #include "item.cuh"
 #include "producer.cuh"
+#include "ptx/grids.cuh"
 
 namespace fi::sm80 {
 
 // Each barrier by a thread of its own: one thread takes half a microsecond for all, at the beginning of every
 // launch.
 __device__ __forceinline__ void init_barriers(Control& control) {
-  constexpr int kCounts[] = {2 * kMaxStages, kMaxStages, kSlots, kSlots, kSlots, kRowTiles, kRowTiles, 1};
+  constexpr int kCounts[] = {2 * kMaxStages, kMaxStages, kSlots, kSlots, kSlots, kRowTiles, kRowTiles};
   constexpr int kArrivals[] = {kProducers,
                                kConsumerWarps * ptx::kArrivalsOfWarp,
                                1,
                                (kConsumerWarps + kProducerWarps + 1) * ptx::kArrivalsOfWarp,
                                1,
                                ptx::kArrivalsOfWarp,
-                               kProducerWarps * ptx::kArrivalsOfWarp,
-                               ptx::kArrivalsOfWarp};
+                               kProducerWarps * ptx::kArrivalsOfWarp};
   const int at = int(threadIdx.x);
   int end = 0, arrivals = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < 7; ++i) {
     arrivals = at >= end ? kArrivals[i] : arrivals;
     end += kCounts[i];
   }
@@ -42,6 +42,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
   FI_MARK(control, "begun");
   init_barriers(control);
+  __syncthreads();
+#if FI_PDL
+  ptx::wait_for_grids();
+#endif
+  FI_MARK(control, "barriers made");
   const int warp = threadIdx.x / 32;
   if (warp < kConsumerWarps) {
     if constexpr (kMovesRegisters) ptx::take_registers<kConsumerRegisters>();

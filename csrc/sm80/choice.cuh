@@ -7,14 +7,8 @@
 // A variant of the user: FI_VARIANT names it, and a generated header defines it.
 #if defined(FI_VARIANT)
 #include "user_variant.h"
-#define FI_USERS_VARIANT 1
 #else
 #define FI_VARIANT StandardVariant
-#define FI_USERS_VARIANT 0
-#endif
-// Whether a CTA's first item is worked out while the grids before this one end.
-#if !defined(FI_FORESEES)
-#define FI_FORESEES 0
 #endif
 // Whether warps share tiles of few rows in the batch-invariant mode.
 #if !defined(FI_SHARED_ROWS)

@@ -216,8 +216,6 @@ template <class Traits>
 __device__ __forceinline__ void consume(const AttentionParams& p, const LaunchConstants& c, Control& control,
                                         char* shared, uint32_t stages) {
   const int tid = threadIdx.x;
-  begin_launch();
-  FI_MARK(control, "barriers made");
   // Else the first result waits for its scale behind all tiles that are under way.
   constexpr int kLine = 32;
   if (tid * kLine < p.num_kv_heads * max(p.v_scale_stride, 1) && p.v_scale)

@@ -67,7 +67,7 @@ struct ReportedUnits {
       if (i * 32 + lane >= count) continue;
       const int index = __ldg(list + 1 + i * 32 + lane);
       const MergeUnit found = reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units)[index];
-      const QueryTokens tokens = query_tokens(p, p.qo_indptr[found.request], p.qo_indptr[found.request + 1]);
+      const QueryTokens tokens = query_tokens(p, found.request);
       counter[i] = counters + index * p.num_kv_heads;
       last[i] = found.num_items - 1;
       rows[i] = min(found.q_rows, tokens.count * p.group - found.q_begin);

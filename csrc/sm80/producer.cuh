@@ -85,18 +85,17 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
   const auto* header = reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header);
   const auto* queue = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_begin);
   const auto* entries = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_entries);
-  bool begun = !kForesees;  // the launch, before which nothing that is read is certain
-  const auto begin = [&](bool foreseen) {
-    if (lane == 0) control.foreseen = foreseen;
-    begin_launch();
-    begun = true;
-  };
-  if (begun) begin(false);
-  int32_t head = 0;  // a word of the header
-  int item = 0;
-  bool queued = false, bundles = false;
+  const bool queued = header->num_queues > 0;
+  // Code that runs once in a launch comes from far away: none that a plan without bundles does not need.
+  const bool bundles = kBundles<Traits> && !queued && header->bundled[0] > 0;
   Tickets bundled;
-  int tickets = 0, next = 0, end = 0;  // next and end: of the tickets, or of this CTA's entries in its queue
+  int tickets = header->num_items * p.num_kv_heads;
+  if (bundles) tickets = bundled.count(p, *header);
+  int next = int(blockIdx.x), end = tickets;  // of the tickets, or of this CTA's entries in its queue
+  if (queued) {
+    next = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x] : 0;
+    end = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x + 1] : 0;
+  }
   // The next ticket, `tickets` or more where there is none. As many draws as tickets, so that the last one
   // resets the counter.
   const auto draw = [&] {
@@ -110,24 +109,7 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
   int heads_left = 0, drawn_next = 0;  // of the ticket; the one behind it
   bool drawn = false, first = true;
   while (true) {
-    if (first) {
-      head = header_word(p, lane);
-      tickets = __shfl_sync(~0u, head, offsetof(PlanHeader, num_items) / 4) * p.num_kv_heads;
-      queued = __shfl_sync(~0u, head, offsetof(PlanHeader, num_queues) / 4) > 0;
-      // Code that runs once in a launch comes from far away: none that a plan without bundles does not need.
-      bundles = kBundles<Traits> && !queued && __shfl_sync(~0u, head, offsetof(PlanHeader, bundled) / 4) > 0;
-      next = int(blockIdx.x), end = tickets;
-      if (!begun && (queued || bundles || next >= end)) {
-        begin(false);
-        continue;
-      }
-      if (bundles) end = tickets = bundled.count(p, *header);
-      if (queued) {
-        next = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x] : 0;
-        end = int(blockIdx.x) < header->num_queues ? queue[blockIdx.x + 1] : 0;
-      }
-    }
-    if (begun) ptx::mbarrier_wait(ptx::shared_address(&control.slot_empty[slot.at]), slot.parity() ^ 1);
+    ptx::mbarrier_wait(ptx::shared_address(&control.slot_empty[slot.at]), slot.parity() ^ 1);
     Work& w = control.slots[slot.at];
     const auto pass = [&] {
       tiles_ahead -= ring_tiles<Traits>(control.slots[oldest.at]);
@@ -148,53 +130,33 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
     if (heads_left == 0) {
       drawn = early;
       const int ticket = queued ? entries[next] : next;
-      int kv_head, heads_log2 = 0;
-      const int grid = __shfl_sync(~0u, head, offsetof(PlanHeader, invariant_grid) / 4);
+      int item, kv_head, heads_log2 = 0;
       if (bundles) {
         bundled.find(p, c, ticket, item, kv_head, heads_log2);
       } else {
         item = c.num_kv_heads.divide(ticket);
         kv_head = ticket - item * p.num_kv_heads;
       }
-      const bool inside = gather(p, lane, item, control.inputs);
-      if (!begun && (!inside || control.inputs.item.flags & kPrefix)) {
-        begin(false);
-        continue;
-      }
       if (lane == 0) {
-        exact_work<Traits>(p, c, item, kv_head, control.inputs, grid, w);
+        exact_work<Traits>(p, c, item, kv_head, w);
         w.heads_log2 = bundled_heads<Traits>(w, heads_log2);
         // Consumers are idle before the first tile, and producers are not.
         if (first && 1 << w.tile_log2 < kMaxQueryTile) w.query_tiles = 0;
       }
       heads_left = 1 << heads_log2;
+      first = false;
     } else if (lane == 0) {
       // The next head of a ticket whose item is not one to be bundled.
       const Work& before = control.slots[(slot.at + kSlots - 1) % kSlots];
       w = before;
       ++w.kv_head;
     }
-    const auto publish = [&] {
-      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.slot_full[slot.at]));
-      FI_MARK(control, "drawn");
-    };
-    if (begun) publish();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&control.slot_full[slot.at]));
     __syncwarp();
+    FI_MARK(control, "drawn");
     heads_left = kBundles<Traits> ? heads_left - (1 << w.heads_log2) : 0;
     if (kComposes<Traits> && w.levels) warm_units(p, w, lane);
     warm_cache<Traits>(p, c, w, lane);
-    if (!begun) {
-      const bool looks = w.tiles > 0;
-      begin(looks);
-      if (!__all_sync(~0u, header_word(p, lane) == head && is_same(p, lane, item, control.inputs))) {
-        if (looks) ptx::mbarrier_wait(ptx::shared_address(&control.looked), 0);
-        if (lane == 0) control.foreseen = 0;
-        heads_left = 0;
-        continue;
-      }
-      publish();
-    }
-    first = false;
     small = kComposes<Traits> && w.levels && w.tiles < kSmallTiles;
     tiles_ahead += ring_tiles<Traits>(w);
     ++waiting;
@@ -226,13 +188,10 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
   const int lane = threadIdx.x % 32;
   Ring<kSlots> slot;
   Ring<kRowTiles> ring;
-  begin_launch();
-  bool ahead = kForesees && control.foreseen;  // of the scheduler, which has still to say that it was right
   while (true) {
-    if (!ahead) ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
+    ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     Work& w = control.slots[slot.at];
-    if (!ahead && w.item < 0) return;
-    bool foreseen = true;
+    if (w.item < 0) return;
     const int heads_log2 = kBundles<Traits> ? w.heads_log2 : 0;  // heads take turns, tile by tile
     const int tiles = ring_tiles<Traits>(w), lo = max(w.lo, w.kv_begin), hi = w.kv_end, kv_begin = w.kv_begin;
     const int32_t* indices = kIndexed ? p.level.indices + w.row_begin : nullptr;
@@ -252,13 +211,6 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
             if (found[j][half] < 0) found[j][half] = INT32_MAX;
           }
         }
-      if (ahead) {
-        ahead = false;
-        ptx::mbarrier_arrive_warp(ptx::shared_address(&control.looked), lane);
-        ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
-        foreseen = control.foreseen;
-        if (!foreseen) break;
-      }
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         if (tile + j >= tiles) break;
@@ -289,7 +241,6 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
         ring.advance();
       }
     }
-    if (!foreseen) continue;
     ptx::mbarrier_arrive_warp(ptx::shared_address(&control.slot_empty[slot.at]), lane);
     slot.advance();
   }
@@ -397,8 +348,6 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const LaunchCo
   Ring<kSlots> slot;
   Ring<kRowTiles> ring;
   Ring<Traits::kStages> stage;
-  begin_launch();
-  FI_MARK(control, "barriers made");
   while (true) {
     ptx::mbarrier_wait(ptx::shared_address(&control.slot_full[slot.at]), slot.parity());
     const Work& w = control.slots[slot.at];

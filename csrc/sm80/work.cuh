@@ -3,7 +3,6 @@
 #pragma once
 #include "../core/params.h"
 #include "choice.cuh"
-#include "item_inputs.cuh"
 #include "launch.h"
 #include "marks.cuh"
 #include "ptx/cp_async.cuh"
@@ -42,15 +41,12 @@ struct Control {
   uint64_t slot_full[kSlots], slot_empty[kSlots];
   uint64_t draw[kSlots];  // the producers are nearly through with the item
   uint64_t rows_full[kRowTiles], rows_empty[kRowTiles];
-  uint64_t looked;   // the guide has read the first pages of a foreseen item
-  int32_t foreseen;  // slot 0 holds an item that was worked out before the launch might begin
   int32_t arrived;
 #if FI_MARKS
   int32_t marks[kMarkedWarps];
 #endif
   int32_t place_arrived[kConsumerWarps];  // the same for the warps of a place, by the first of them
   Work slots[kSlots];
-  ItemInputs inputs;
   float2 stats[kConsumerWarps][kStateRows];  // maximum and sum of the rows that warps combine
 };
 
@@ -130,7 +126,8 @@ struct QueryTokens {
   int begin, count;
   bool outside;
 };
-__device__ __forceinline__ QueryTokens query_tokens(const AttentionParams& p, int begin, int end) {
+__device__ __forceinline__ QueryTokens query_tokens(const AttentionParams& p, int request) {
+  const int begin = p.qo_indptr[request], end = p.qo_indptr[request + 1];
   const bool apart = begin < 0 || end < begin;
   return {begin, apart ? 0 : max(min(end, p.num_tokens) - begin, 0), apart || end > p.num_tokens};
 }
@@ -180,13 +177,12 @@ __device__ __forceinline__ void node_work(const AttentionParams& p, const Launch
 }
 
 // What is left of an item once the exact lengths are known. Lengths may differ from the planned ones: the
-// first chunk reaches down to the true start of the window, the last one up to the true end. grid: the
-// header's invariant_grid.
+// first chunk reaches down to the true start of the window, the last one up to the true end.
 template <class Traits>
 __device__ __forceinline__ void exact_work(const AttentionParams& p, const LaunchConstants& c, int index,
-                                           int kv_head, const ItemInputs& inputs, int grid, Work& w) {
+                                           int kv_head, Work& w) {
   constexpr bool invariant = Traits::kInvariant;
-  const WorkItem item = inputs.item;
+  const WorkItem item = reinterpret_cast<const WorkItem*>(p.plan + p.layout.items)[index];
   const LevelParams& level = p.level;
   w.item = index;
   w.request = item.request;
@@ -203,16 +199,16 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
   w.tokens = -1;
   w.levels = 0;
   w.faults = 0;
-  const QueryTokens tokens = query_tokens(p, inputs.qo_begin, inputs.qo_end);
+  const QueryTokens tokens = query_tokens(p, item.request);
   const int q_len = foreign ? 0 : tokens.count;
   w.token_begin = tokens.begin;
-  const int64_t row_begin = inputs.row_begin, row_end = inputs.row_end;
-  int kv_len = inputs.kv_len;
+  const int64_t row_begin = level.row_begin[item.request], row_end = level.row_end[item.request];
+  int kv_len = level.kv_lens[item.request];
   w.row_begin = row_begin;
   w.num_items = w.parts_begin = w.parts_end = 0;
   bool moved = false;
   if (w.unit >= 0) {
-    const MergeUnit& unit = inputs.unit;
+    const MergeUnit unit = reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units)[w.unit];
     w.num_items = unit.num_items;
     w.parts_begin = unit.parts_begin;
     w.parts_end = unit.parts_end;
@@ -251,11 +247,13 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
   w.kv_end = min(item.kv_end, true_end);
   w.partial_end = item.partial + item.q_rows;
   if (invariant && !w.folds) {
+    const int grid = reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header)->invariant_grid;
     w.partial_end = item.partial + (item.kv_end - item.kv_begin + grid - 1) / grid * item.q_rows;
   }
   if (item.flags & kLastChunk) {
     // A later chunk of the invariant mode has as many partial states as were planned.
     if (invariant && !w.folds) {
+      const int grid = reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header)->invariant_grid;
       const int limit = item.kv_begin + (item.kv_end - item.kv_begin + grid - 1) / grid * grid;
       w.kv_end = min(true_end, limit);
       if (true_end > limit) w.faults |= kFaultLengths;
@@ -267,18 +265,13 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
   w.query_tiles = brings_queries<Traits>(w);
 }
 
-// A CTA's first item is worked out while the grids before this one end, from what the plan and the lengths
-// are then, and published if they are still the same afterwards: three reads that depend on each other, and
-// arithmetic that takes as long. Not with masks or variants of the user, which read arrays beside.
-inline constexpr bool kForesees = FI_FORESEES && FI_PDL && !kPackedMask && !FI_USERS_VARIANT;
-
 // The tickets of a launch. Items are in the order of their costs: one of the last bundled[k - 1] makes one
 // ticket for 2^k neighbouring KV heads, where the next number says nothing else.
 // By a whole warp: lane k knows where those of 2^k heads begin.
 struct Tickets {
   int from = 0, begin = 0;
 
-  // Finds where they begin; returns how many there are.
+  // Reads where they begin; returns how many there are.
   __device__ __forceinline__ int count(const AttentionParams& p, const PlanHeader& header) {
     begin = threadIdx.x % 32 == 0 ? 0 : INT32_MAX;
     int first = 0, tickets = 0;

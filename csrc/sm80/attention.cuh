@@ -50,7 +50,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / 32;
   if (warp < kConsumerWarps) {
     if constexpr (kMovesRegisters) ptx::take_registers<kConsumerRegisters>();
-    if constexpr (FI_WARM_PAGES) warm_page_table(p);
     consume<Traits>(p, c, control, shared, stages);
     return;
   }

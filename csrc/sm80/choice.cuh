@@ -10,10 +10,6 @@
 #else
 #define FI_VARIANT StandardVariant
 #endif
-// Whether consumers bring the beginnings of the page table's rows while the grids before this one end.
-#if !defined(FI_WARM_PAGES)
-#define FI_WARM_PAGES 0
-#endif
 // Whether warps share tiles of few rows in the batch-invariant mode.
 #if !defined(FI_SHARED_ROWS)
 #define FI_SHARED_ROWS 0

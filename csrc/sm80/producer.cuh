@@ -77,19 +77,6 @@ __device__ __forceinline__ void warm_lengths(const AttentionParams& p, const Lau
     ptx::prefetch_l2(p.plan + p.layout.items + int64_t(c.num_kv_heads.divide(blockIdx.x)) * sizeof(WorkItem));
 }
 
-// Brings the beginnings of the page table's rows, a request by a thread: the keys of a CTA's first item are
-// the fourth read that depends on another one.
-__device__ __forceinline__ void warm_page_table(const AttentionParams& p) {
-  constexpr int kLines = 2, kLine = 32;  // entries of a line
-  const LevelParams& level = p.level;
-  if (level.indices == nullptr || int(threadIdx.x) >= p.num_requests) return;
-  const int64_t begin = level.row_begin[threadIdx.x];
-#pragma unroll
-  for (int i = 0; i < kLines; ++i)
-    if (begin >= 0 && begin + i * kLine < level.num_indices)
-      ptx::prefetch_l2(level.indices + begin + i * kLine);
-}
-
 // Draws items and works out their exact ranges.
 template <class Traits>
 __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchConstants& c,

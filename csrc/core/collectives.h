@@ -132,6 +132,13 @@ class Collectives {
   // has been posted to fields from N on is there behind it.
   template <int N>
   FI_DEVICE void exclusive_scan(uint32_t (&v)[N], uint32_t (&total)[N]) {
+    begin_scan(v);
+    end_scan(v, total);
+  }
+
+  // Its two halves: up to the barrier, and behind it. In between a thread may read what has been posted.
+  template <int N>
+  FI_DEVICE void begin_scan(uint32_t (&v)[N]) {
     static_assert(N <= kFields);
     uint32_t own[N], bits = 0;
     FI_UNROLL
@@ -156,6 +163,9 @@ class Collectives {
       v[k] -= own[k];
     }
     meet();
+  }
+  template <int N>
+  FI_DEVICE void end_scan(uint32_t (&v)[N], uint32_t (&total)[N]) {
     // Every warp adds up the warps before it: shorter than a second barrier.
     uint32_t of_lane[N];
     bool large = false;

@@ -35,15 +35,21 @@ FI_DEVICE int32_t least_of_lanes(Block& block, int32_t v) {
 // four pages, or none behind which `next` is known. Returns whether it is.
 template <int kLanes, class Block>
 FI_DEVICE bool compare_fours(Block& block, CommonPages& c, bool wide) {
-  constexpr int kUnroll = 8;  // loads of a lane under way, as many again of the other row
+  // Loads of a lane under way, as many again of the other row: as many as the planner's kernel has registers
+  // for. More would be spilled; nvcc 13.0 spills four of them for 10.x and 12.x.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  constexpr int kUnroll = 2;
+#else
+  constexpr int kUnroll = 4;
+#endif
   const int lane = only_here(block.thread() % kLanes);
   int32_t at = c.begin / 4, end = wide ? c.end / 4 : at;
   bool found = false;
   FI_ROLL
   while (block.ballot(at < end)) {
     int32_t differs = kMaxInt32;
+    FourPages a[kUnroll], b[kUnroll];
     if (at < end) {
-      FourPages a[kUnroll], b[kUnroll];
       FI_UNROLL
       for (int i = 0; i < kUnroll; ++i) {
         // Behind the end the last one again, in place of a condition: if it differs, it does so before.
@@ -51,13 +57,19 @@ FI_DEVICE bool compare_fours(Block& block, CommonPages& c, bool wide) {
         a[i] = reinterpret_cast<const FourPages*>(c.own)[four < last ? four : last];
         b[i] = reinterpret_cast<const FourPages*>(c.other)[four < last ? four : last];
       }
+    }
+    // All loads stay before it: to save registers a compiler would wait for a pair before it asks for
+    // another.
+    block.sync_warp();
+    if (at < end) {
       FI_UNROLL
       for (int i = kUnroll - 1; i >= 0; --i) {
         int32_t bits = 0;
         FI_UNROLL
         for (int k = 0; k < 4; ++k) bits |= a[i].page[k] ^ b[i].page[k];
-        if (bits) differs = i * kLanes + lane;
+        if (bits) differs = i;
       }
+      if (differs < kUnroll) differs = differs * kLanes + lane;
     }
     if (block.ballot(differs < kMaxInt32)) differs = least_of_lanes<kLanes>(block, differs);
     if (differs < kMaxInt32) {
@@ -121,7 +133,7 @@ FI_DEVICE void compare_rows(Block& block, int32_t step, CommonPages& c) {
   const bool wide =
       step == 1 && (reinterpret_cast<uintptr_t>(c.own) | reinterpret_cast<uintptr_t>(c.other)) % 16 == 0;
   const bool found = compare_fours<kLanes>(block, c, wide);
-  if (block.ballot(!wide && c.begin < c.end)) compare_pages<kLanes, 16>(block, step, c);
+  if (block.ballot(!wide && c.begin < c.end)) compare_pages<kLanes, 8>(block, step, c);
   compare_pages<kLanes, 1>(block, step, c);
   // Mostly in a cache: it lies beside the page that was compared last.
   if (!found) c.next = c.begin < c.own_pages ? c.own[int64_t(c.begin) * step] : 0;

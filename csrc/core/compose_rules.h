@@ -32,9 +32,11 @@ FI_HOST_DEVICE int64_t member_key_cost(const PlannerConfig& c, int32_t q_len) {
 FI_HOST_DEVICE int node_kind(const PlannerConfig& c, int32_t tokens) {
   return query_tile(c, int64_t(tokens) * c.group);
 }
-FI_HOST_DEVICE int32_t node_tile_count(const PlannerConfig& c, int32_t tokens) {
-  const int kind = node_kind(c, tokens);
+FI_HOST_DEVICE int32_t node_tile_count(const PlannerConfig& c, int32_t tokens, int kind) {
   return int32_t(uint32_t(tokens * c.group + tile_height(kind) - 1) >> tile_log2(kind));
+}
+FI_HOST_DEVICE int32_t node_tile_count(const PlannerConfig& c, int32_t tokens) {
+  return node_tile_count(c, tokens, node_kind(c, tokens));
 }
 
 // Tiles of a node that hold a member's rows, first to last.
@@ -68,9 +70,10 @@ FI_HOST_DEVICE int64_t node_overhead(const PlannerConfig& c, int32_t tokens, int
 //   have fewer than max_levels kept nodes above it.
 FI_HOST_DEVICE bool pays(int32_t length, int64_t below, int64_t key_cost, int64_t overhead) {
   const int64_t saved = below - key_cost;
-  if (saved <= 0) return false;
-  // The same without a division, which takes a device as long as all the rest.
-  return saved <= kMaxInt32 ? saved * length > overhead : saved > overhead / length;
+  // The same without a division, which takes a device as long as all the rest; and without a condition before
+  // what is mostly asked, for then a device loads one value after the other.
+  if (saved > kMaxInt32) return saved > overhead / length;
+  return (saved > 0) & (int64_t(uint64_t(saved) * uint64_t(length)) > overhead);
 }
 
 // Of the kept nodes, in order, those stay that come before a limit is exceeded: `nodes` counts them up to

@@ -65,8 +65,9 @@ class ForestFinder {
         thread_(block.thread()) {}
 
   // Returns the number of pairs (leader, common), 0 where nothing is shared; in other blocks than the first
-  // it may be anything. Behind pairs lies a barrier. meanwhile: called by the first block, when something is
-  // shared; has a barrier where this block compares nothing. All blocks leave() at last.
+  // it may be anything. Behind pairs lies a barrier. meanwhile(between): called by the first block when
+  // something is shared, if it compares nothing; calls between() with a barrier before it and one behind it.
+  // All blocks leave() at last.
   template <class Meanwhile>
   FI_DEVICE int32_t run(const PlannerConfig& config, int32_t num_requests, const int32_t* qo_indptr,
                         const int32_t* kv_lens, Meanwhile meanwhile) {
@@ -82,7 +83,7 @@ class ForestFinder {
       if (r == thread_) {
         // While they come.
         block_.open_inbox(&inbox_, uint32_t(requests_) * sizeof(Comparison));
-        groups_.begin(requests_);
+        groups_.begin(only_here(requests_));
       }
       if (r >= requests_) break;
       const int32_t pages = read_request(config, r, lengths, early && few);
@@ -90,7 +91,7 @@ class ForestFinder {
     }
     groups_.post_longest(longest);
     FI_PHASE(block_, "read requests");
-    LeaderSamples<Block> samples(block_, m_, p_, a_.rows, groups_.slots(), requests_);
+    LeaderSamples<Block> samples(block_, m_, p_, a_.rows, groups_.width(), requests_);
     const Comparison* received = nullptr;  // what nobody has taken yet
     bool again = false, restarted = false;
     int round = 0, rounds = 0;
@@ -109,7 +110,7 @@ class ForestFinder {
           }
           samples.load(longest);
           if (step == 0) samples.keep_first_pages();
-          samples.insert();
+          samples.arrive();
           block_.sync();
           compare_first(samples);
           if (!early) block_.sync();
@@ -168,13 +169,14 @@ class ForestFinder {
     auto* exchange = reinterpret_cast<Comparison*>(a_.exchange) + round % 2 * kForestRequests;
     groups_.take_leaders();
     if (first) {
-      if (block_.cta() == 0) meanwhile();
-      if (block_.cta() == 0 && beside_)
+      if (beside_ && block_.cta() == 0) {
+        meanwhile([&] { groups_.clear(); });
         block_.wait_for_inboxes();
-      else
+      } else {
         block_.sync();
-      groups_.clear();
-      block_.sync();
+        groups_.clear();
+        block_.sync();
+      }
       block_.receive(&inbox_);
       received_all_ = true;
     } else {
@@ -270,10 +272,10 @@ class ForestFinder {
   }
 
   // With the leaders that the columns promise; behind a barrier.
-  FI_DEVICE void compare_first(const LeaderSamples<Block>& samples) {
+  FI_DEVICE void compare_first(LeaderSamples<Block>& samples) {
+    static_assert(kLanes == LeaderSamples<Block>::kLanes);
     for_compared([&](int32_t base, int32_t r) {
-      const int32_t least = least_of_lanes<kLanes>(block_, samples.candidate(r, thread_ % kLanes));
-      const Comparison result = compare(r, samples.leader(least));
+      const Comparison result = compare(r, samples.leader(r));
       // Not before: what waits for a cluster empties a cache.
       if (base == 0) block_.wait_for_inboxes();
       send(r, result);

@@ -58,8 +58,10 @@ class ForestNodeBuilder {
     block_.sync();
     // A leader's last node is its deepest one.
     FI_ROLL
-    for (int32_t r = thread_; r < requests_; r += kThreads)
-      n_.deepest[r] = int16_t(m_.pairs.leads[r] ? find_last(n_.leader, count, r) : branch(r));
+    for (int32_t r = thread_; r < requests_; r += kThreads) {
+      const int32_t last = m_.pairs.last[r], own = branch(r);
+      n_.deepest[r] = int16_t(last == ForestPairs::kNoNode ? own : ~last);
+    }
     uint32_t greatest = find_depths(count, max_depth);
     const auto up = [&](int32_t node) { return parent(node); };
     members(up);
@@ -81,7 +83,7 @@ class ForestNodeBuilder {
 
   // Some lanes a node, each of which counts how many of some others come before it.
   FI_DEVICE void sort_nodes(int32_t count, bool wide) {
-    constexpr int kLanes = 4, kKeys = 4;
+    constexpr int kLanes = 4, kKeys = 8;  // two loads under way
     struct alignas(16) Keys {
       uint32_t key[kKeys];
     };
@@ -105,10 +107,11 @@ class ForestNodeBuilder {
       node += block_.shuffle(node, lane_ ^ 1);
       node += block_.shuffle(node, lane_ ^ 2);
       if (i >= count || lane > 0) continue;
-      const int32_t first = m_.pairs.first[i];
+      const int32_t first = m_.pairs.first[i], leader = p_.leader[first], common = p_.common[first];
       m_.node_of[first] = int16_t(node);
-      n_.leader[node] = int16_t(p_.leader[first]);
-      n_.end[node] = p_.common[first];
+      n_.leader[node] = int16_t(leader);
+      n_.end[node] = common;
+      block_.keep_least(&m_.pairs.last[leader], ~node);
     }
   }
 
@@ -119,14 +122,17 @@ class ForestNodeBuilder {
 
   // The node of a request's pair, or kNone.
   FI_DEVICE int32_t branch(int32_t r) const {
-    return p_.leader[r] < 0 ? kNone : m_.node_of[p_.table[kPairSlots + p_.pair_slot[r]]];
+    const int32_t first = p_.pair[r], node = m_.node_of[first < 0 ? 0 : first];
+    return first < 0 ? kNone : node;
   }
 
   // That of the leader's pair where there is no node of the same leader before.
   FI_DEVICE int32_t parent(int32_t node) const {
     if (cut_) return m_.up[node];
-    const int32_t leader = n_.leader[node];
-    return node > 0 && n_.leader[node - 1] == leader ? node - 1 : branch(leader);
+    // Asked for together.
+    const int32_t before = node > 0 ? node - 1 : 0, leader = n_.leader[node], above = n_.leader[before];
+    const int32_t other = branch(leader);
+    return node > 0 && above == leader ? before : other;
   }
 
   // Returns the greatest that the thread has found, at most max_depth.

@@ -43,9 +43,8 @@ class RequestGroups {
     if (thread_ == 0) m_.broken = 0;
   }
 
-  // Of the first put(): the others have the memory of the columns too, and fewer requests that meet by
-  // chance.
-  FI_DEVICE int32_t slots() const { return 2 * width_; }
+  // A power of two, not below the number of requests.
+  FI_DEVICE int32_t width() const { return width_; }
 
   // The greatest of all: posted before a meet() or put(), read right behind it.
   FI_DEVICE void post_longest(int32_t pages) { scan_.post(2, block_.warp_max(uint32_t(pages))); }
@@ -77,27 +76,30 @@ class RequestGroups {
     // A half of the threads to each table, where that is enough.
     FI_ROLL
     for (int32_t base = 0; base < 2 * width_; base += kThreads) {
-      const int32_t task = base + thread_, r = task & (width_ - 1);
+      const int32_t task = base + thread_, r = task & (width_ - 1), own = r << step;
       const bool pairs = task >= width_, valid = task < 2 * width_ && r < requests_;
       bool listed = valid;
-      if (valid && received) {
-        const Comparison c = received[r];
-        const bool fits = is_possible(c, r);
-        if (!pairs) take(c, fits, r);
-        listed = fits && (pairs || c.common < m_.pages[r]);
-      } else if (valid) {
-        listed = pairs ? m_.leader[r] >= 0 : m_.state[r] == kActive;
+      Comparison c{};
+      if (valid) {
+        c = received ? received[r] : Comparison{leaders[own], commons[own], nexts[own], 0};
+        if (received) {
+          const bool fits = is_possible(c, r);
+          if (!pairs) take(c, fits, r);
+          listed = fits && (pairs || c.common < m_.pages[r]);
+        } else {
+          listed = pairs ? c.leader >= 0 : m_.state[r] == kActive;
+        }
       }
       if (!block_.ballot(listed)) continue;
-      const int32_t own = r << step;
-      uint32_t hash = 0;
-      if (listed) hash = uint32_t(commons[own]) * 0x85ebca6bu + uint32_t(leaders[own]) * 0xc2b2ae35u;
-      if (listed && !pairs) hash += uint32_t(nexts[own]) * 0x9e3779b1u;
-      find_slot(pairs ? m_.table + kPairSlots : m_.table, pairs ? m_.pair_slot : m_.slot, r, listed, hash,
+      const int32_t of_groups = pairs ? 0 : -1;  // bits of a page that matter
+      const uint32_t hash = uint32_t(c.common) * 0x85ebca6bu + uint32_t(c.leader) * 0xc2b2ae35u +
+                            uint32_t(c.next & of_groups) * 0x9e3779b1u;
+      // Without conditions between loads, which would wait for each other.
+      find_slot(pairs ? m_.table + kPairSlots : m_.table, pairs ? m_.pair : m_.slot, r, listed, hash,
                 [&](int32_t other) {
                   other <<= step;
-                  return (pairs || nexts[other] == nexts[own]) && commons[other] == commons[own] &&
-                         leaders[other] == leaders[own];
+                  return (((nexts[other] ^ c.next) & of_groups) | (commons[other] ^ c.common) |
+                          (leaders[other] ^ c.leader)) == 0;
                 });
     }
     block_.sync();
@@ -115,26 +117,28 @@ class RequestGroups {
     do {
       const int32_t r = base + thread_;
       uint32_t at[1] = {0}, total[1];
-      int32_t leader = -1;
+      int32_t leader = -1, common = 0;
       if (r < requests_) {
         leader = m_.leader[r];
-        if (m_.state[r] == kActive && m_.table[m_.slot[r]] != r) seen |= kSome;
-        if (leader >= 0 && m_.common[leader] >= m_.common[r]) seen |= kBroken;
-        at[0] = leader >= 0 && m_.table[kPairSlots + m_.pair_slot[r]] == r;
+        common = m_.common[r];
+        // All loads that one can do at once.
+        const bool active = m_.state[r] == kActive, led = leader >= 0;
+        const int32_t slot = active ? m_.slot[r] : 0, pair = led ? m_.pair[r] : 0;
+        const int32_t group = m_.table[slot], same = m_.table[kPairSlots + pair];
+        const int32_t above = m_.common[led ? leader : r];
+        if (active && group != r) seen |= kSome;
+        if (led && above >= common) seen |= kBroken;
+        at[0] = led && same == r;
+        m_.pair[r] = int16_t(led ? same : -1);
       }
       const bool first = at[0];
-      uint32_t pages = 0;
-      if (first) {
-        p_.leads[leader] = 1;
-        pages = uint32_t(m_.common[r]);
-        if (pages >> ForestPairs::kPageBits) seen |= kWide;
-      }
+      if (first && common >> ForestPairs::kPageBits) seen |= kWide;
       if (m_.broken) seen |= kBroken;
       scan_.post(1, block_.warp_or(seen));
       scan_.exclusive_scan(at, total);
       if (first) {
         p_.first[pairs + int32_t(at[0])] = int16_t(r);
-        p_.key[pairs + int32_t(at[0])] = uint32_t(leader) << ForestPairs::kPageBits | pages;
+        p_.key[pairs + int32_t(at[0])] = uint32_t(leader) << ForestPairs::kPageBits | uint32_t(common);
       }
       pairs += int32_t(total[0]);
       base += kThreads;
@@ -158,8 +162,9 @@ class RequestGroups {
 
  private:
   FI_DEVICE bool is_possible(const Comparison& c, int32_t r) const {
-    return uint32_t(c.leader) < uint32_t(r) && c.common >= 1 && c.common <= m_.pages[r] &&
-           c.common <= m_.pages[c.leader];
+    const bool before = uint32_t(c.leader) < uint32_t(r);
+    const int32_t own = m_.pages[r], other = m_.pages[before ? c.leader : r];
+    return before && c.common >= 1 && c.common <= (own < other ? own : other);
   }
 
   FI_DEVICE void take(const Comparison& c, bool possible, int32_t r) {
@@ -182,7 +187,7 @@ class RequestGroups {
     for (int32_t i = thread_; i < kForestSlots / 4; i += kThreads)
       reinterpret_cast<Four*>(m_.table)[i] = {-1, -1, -1, -1};
     FI_ROLL
-    for (int32_t r = thread_; r < requests_; r += kThreads) p_.leads[r] = 0;
+    for (int32_t r = thread_; r < requests_; r += kThreads) p_.last[r] = ForestPairs::kNoNode;
   }
 
   // Finds the slot of the requests that are equal to `request`, where that is `active`, by whole warps. A

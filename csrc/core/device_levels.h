@@ -41,9 +41,13 @@ struct LevelCounts {
 
 // How the tiles of kept nodes are cut, where the budget is known when they are.
 struct NodeCuts {
+  // More than a block of the uncut way has threads; no sum of it over all nodes leaves 32 bits.
+  static constexpr int32_t kMostExtra = 1 << 20;
   int32_t chunk_len[kForestRequests];     // KV tokens
   int32_t path_chunks[kForestRequests];   // of the nodes from the root to this one
   uint32_t cut[kForestRequests / kWarp];  // a bit a node: it has several chunks
+  int32_t extra[kForestRequests];         // then: items beside one for each of its tiles, or kMostExtra
+  uint32_t more;                          // the sum of all extra ones
 
   FI_DEVICE int32_t chunks(const Levels& levels, int32_t node) const {
     const int32_t parent = levels.parent[node];
@@ -73,6 +77,12 @@ struct LevelsMemory {
   int16_t kept[kForestRequests];   // the kept node that is or lies above this one, or -1
   int16_t index[kForestRequests];  // among the kept ones, or -1
   uint8_t above[kForestRequests];  // kept nodes above
+  uint8_t kind[kForestRequests];   // node_kind()
+  // Of LevelCounts, before a limit is asked for.
+  struct {
+    int32_t nodes, tiles, tokens, levels;
+    bool single_rows, fit;
+  } kept_counts;
 };
 
 template <class Block>
@@ -117,6 +127,7 @@ class LevelChooser {
       for (int depth = 0; depth < kForestDepth; ++depth) {
         const uint32_t valid = block_.ballot(node >= 0);
         if (!valid) break;
+        const int32_t above = node >= 0 ? parent(node) : -1;  // asked for before anything is added
         // Mostly neighbours are members of one node, to which a warp then adds once.
         const int first = lowest_bit(valid);
         const int32_t common = block_.shuffle(node, first);
@@ -127,7 +138,7 @@ class LevelChooser {
           const uint32_t below = block_.warp_sum(node >= 0 ? cost : 0);
           if (lane_ == first) add(node, tokens, uint32_t(count_bits(valid)), below);
         }
-        if (node >= 0) node = parent(node);
+        node = above;
       }
     }
   }
@@ -166,9 +177,11 @@ class LevelChooser {
       m_.tokens[i] = m_.members[i] = 0;
       m_.index[i] = m_.kept[i] = int16_t(i);
       m_.above[i] = n_.depth[i];
-      put_kept(c, i, i);
+      m_.kind[i] = uint8_t(node_kind(c, 0));
+      put_kept(i, i);
     }
     NoBudget none;
+    block_.sync();
     link(c, {count_, 0, 0, kForestDepth}, none);
   }
 
@@ -183,10 +196,11 @@ class LevelChooser {
 
   // What follows from the sums over the node's members.
   FI_DEVICE void weigh(const PlannerConfig& c, int32_t i) {
-    const auto tokens = int32_t(m_.tokens[i]);
+    const auto tokens = int32_t(m_.tokens[i]), members = int32_t(m_.members[i]);
     const int64_t cost = node_key_cost(c, tokens);
     m_.key_cost[i] = cost < kMaxInt32 ? uint32_t(cost) : uint32_t(kMaxInt32);
-    m_.overhead[i] = node_overhead(c, tokens, int32_t(m_.members[i]));
+    m_.overhead[i] = node_overhead(c, tokens, members);
+    m_.kind[i] = uint8_t(node_kind(c, tokens));
   }
 
   // When the nodes below have told what they take off.
@@ -196,9 +210,9 @@ class LevelChooser {
 
   FI_DEVICE void tell_parent(int32_t i) {
     const int32_t parent = n_.parent[i];
-    uint32_t saved = m_.saved[i];
-    if (node_pays(i, tokens_to(i) - tokens_to(parent))) saved = m_.below[i] - m_.key_cost[i];
-    block_.add(&m_.saved[parent], saved);
+    const uint32_t below = m_.below[i], cost = m_.key_cost[i], saved = m_.saved[i];
+    const bool pays = node_pays(i, tokens_to(i) - tokens_to(parent));
+    block_.add(&m_.saved[parent], pays ? below - cost : saved);
   }
 
   // Each node decides for itself what is kept above it, without waiting for those. Returns what the requests'
@@ -210,9 +224,15 @@ class LevelChooser {
     FI_ROLL
     for (int32_t up = depth; up >= 0; --up) {
       const int32_t node = up > 0 ? l_.path[up - 1][i] : i, end = tokens_to(node);
-      if (up == 0) m_.above[i] = uint8_t(kept);
-      if (kept >= c.sharing.max_levels || !node_pays(node, end - start)) continue;
-      if (up == 0) saved = int64_t(m_.below[i] - m_.key_cost[i]) * (end - start);
+      const bool pays = node_pays(node, end - start);
+      if (up == 0) {
+        m_.above[i] = uint8_t(kept);
+        saved = int64_t(m_.below[i] - m_.key_cost[i]) * (end - start);
+      }
+      if (kept >= c.sharing.max_levels || !pays) {
+        if (up == 0) saved = 0;
+        continue;
+      }
       above = node;
       start = end;
       ++kept;
@@ -225,72 +245,85 @@ class LevelChooser {
   FI_DEVICE uint32_t lanes_before() const { return (1u << lane_) - 1; }
 
   // Writes the kept nodes, whose places each thread learns of its own. saved: by this thread's. Has a barrier
-  // behind what was decided.
+  // behind what was decided, and ends with one.
   template <class Budget>
   FI_DEVICE LevelCounts number(const PlannerConfig& c, int64_t saved, Budget& budget) {
     constexpr uint32_t kSeveralRows = 1u << kForestDepth;
     LevelCounts all{};
     uint32_t of_roots = 0;  // query tokens of this thread's kept nodes that have none above
     uint32_t found = 0;     // a bit a level, and kSeveralRows
+    // The last warp has mostly no node: it works out the budget while the others number theirs.
+    const bool last = thread_ >= kThreads - kWarp, counts = !last || count_ > kThreads - kWarp;
     int32_t base = 0;
     FI_ROLL
     do {
       const int32_t i = base + thread_;
       const bool kept = is_kept(i);
-      const uint32_t tokens = kept ? m_.tokens[i] : 0;
-      uint32_t at[3] = {kept, 0, tokens}, total[3];
+      uint32_t at[3] = {0, 0, 0}, total[3];
       if (kept) {
-        const int above = m_.above[i];
-        at[1] = uint32_t(node_tile_count(c, int32_t(tokens)));
+        const uint32_t tokens = m_.tokens[i], members = m_.members[i];
+        const int above = m_.above[i], kind = m_.kind[i];
+        at[0] = 1;
+        at[1] = uint32_t(node_tile_count(c, int32_t(tokens), kind));
+        at[2] = tokens;
         found |= 1u << above;
         if (above == 0) of_roots += tokens;
         // What divides a tile's height is a power of two, as it is.
-        if (tokens != m_.members[i] || (c.group & (c.group - 1)) != 0 ||
-            tile_height(node_kind(c, int32_t(tokens))) < c.group)
+        if (tokens != members || (c.group & (c.group - 1)) != 0 || tile_height(kind) < c.group)
           found |= kSeveralRows;
       }
       scan_.post(3, int64_t(block_.warp_or(found)) << kWarp | block_.warp_sum(of_roots));
       scan_.post(4, warp_sum64(block_, saved));
-      scan_.exclusive_scan(at, total);
+      scan_.begin_scan(at);
+      base += kThreads;
+      if (!counts) break;
+      scan_.end_scan(at, total);
       const int32_t to = all.nodes + int32_t(at[0]);
       if (i < count_) m_.index[i] = kept ? int16_t(to) : int16_t(-1);
       if (kept) {
         l_.tile[to] = all.tiles + int32_t(at[1]);
         l_.tokens_begin[to] = all.tokens + int32_t(at[2]);
-        put_kept(c, i, to);
+        put_kept(i, to);
       }
       all.nodes += int32_t(total[0]);
       all.tiles += int32_t(total[1]);
       all.tokens += int32_t(total[2]);
-      base += kThreads;
     } while (base < count_);
-    all.cuts = all.nodes > 0 && budget.is_known();
-    saved = warp_sum64(block_, scan_.posted(4));
-    found = block_.warp_or(uint32_t(scan_.posted(3) >> kWarp));
-    all.levels = bit_width(found & (kSeveralRows - 1));
-    if (!within_limits(c, all.nodes, block_.warp_sum(uint32_t(scan_.posted(3))))) leave_out(c, all);
-    const int32_t groups = (requests_ + kWarp - 1) / kWarp;
-    all.single_rows = !(found & kSeveralRows) && groups * all.nodes <= kMemberCounts;
+    if (last && budget.is_known()) budget.set(warp_sum64(block_, scan_.posted(4)));
+    if (counts) {
+      found = block_.warp_or(uint32_t(scan_.posted(3) >> kWarp));
+      const uint32_t tokens = block_.warp_sum(uint32_t(scan_.posted(3)));
+      if (thread_ == 0)
+        m_.kept_counts = {all.nodes,
+                          all.tiles,
+                          all.tokens,
+                          bit_width(found & (kSeveralRows - 1)),
+                          !(found & kSeveralRows),
+                          within_limits(c, all.nodes, tokens)};
+      if (thread_ < kForestRequests / kWarp) m_.cuts.cut[thread_] = 0;
+      if (thread_ == 0) m_.cuts.more = 0;
+    }
+    block_.sync();
+    const auto kept = m_.kept_counts;
+    all = {kept.nodes, kept.tiles, kept.tokens, kept.levels, kept.nodes > 0 && budget.is_known()};
+    if (!kept.fit) leave_out(c, all);
+    const int32_t members = (requests_ + kWarp - 1) / kWarp * all.nodes;
+    all.single_rows = kept.single_rows && members <= kMemberCounts;
     if (all.single_rows) {
       FI_ROLL
-      for (int32_t i = thread_; i < groups * all.nodes; i += kThreads) l_.counts[i] = 0;
-    }
-    if (all.cuts) {
-      if (thread_ < kForestRequests / kWarp) m_.cuts.cut[thread_] = 0;
-      // By a warp that mostly has no node.
-      if (thread_ >= kThreads - kWarp) budget.set(saved);
+      for (int32_t i = thread_; i < members; i += kThreads) l_.counts[i] = 0;
     }
     return all;
   }
 
-  // Of numbered nodes those behind a limit.
+  // Of numbered nodes those behind a limit; ends with a barrier.
   FI_DEVICE void leave_out(const PlannerConfig& c, LevelCounts& all) {
     const int32_t most = count_fitting(c);
-    block_.sync();
     if (most < all.nodes) all = {most, l_.tile[most], l_.tokens_begin[most], all.levels};
     FI_ROLL
     for (int32_t i = thread_; i < count_; i += kThreads)
       if (m_.index[i] >= most) m_.index[i] = -1;
+    block_.sync();
   }
 
   // How many of the kept nodes come before a limit is exceeded.
@@ -313,25 +346,26 @@ class LevelChooser {
     return fitting;
   }
 
-  FI_DEVICE void put_kept(const PlannerConfig& c, int32_t i, int32_t to) {
-    const auto tokens = int32_t(m_.tokens[i]);
-    l_.end[to] = tokens_to(i);
+  FI_DEVICE void put_kept(int32_t i, int32_t to) {
+    const int32_t end = tokens_to(i), tokens = int32_t(m_.tokens[i]), members = int32_t(m_.members[i]);
+    const int16_t leader = n_.leader[i];
+    const int above = m_.above[i], kind = m_.kind[i];
+    l_.end[to] = end;
     l_.tokens[to] = tokens;
-    l_.members[to] = int16_t(m_.members[i]);
-    l_.leader[to] = n_.leader[i];
-    l_.shape[to] = uint8_t(m_.above[i] | node_kind(c, tokens) << 4);
+    l_.members[to] = int16_t(members);
+    l_.leader[to] = leader;
+    l_.shape[to] = uint8_t(above | kind << 4);
   }
 
-  // Kept nodes to each other and requests to them; begins and ends with a barrier.
+  // Kept nodes to each other and requests to them; begins behind a barrier, ends with one.
   template <class Budget>
   FI_DEVICE void link(const PlannerConfig& c, const LevelCounts& all, Budget& budget) {
-    block_.sync();
     FI_ROLL
     for (int32_t i = other_half(block_); i < count_; i += kThreads) {
       const int32_t to = m_.index[i], up = n_.parent[i], parent = up < 0 ? -1 : m_.kept[up];
       if (to < 0) continue;
       l_.parent[to] = parent < 0 ? int16_t(-1) : m_.index[parent];
-      if (all.cuts) cut(c, i, to, parent, budget);
+      if (all.cuts) cut(c, all, i, to, parent, budget);
     }
     FI_ROLL
     for (int32_t r = thread_; r < requests_; r += kThreads) {
@@ -352,7 +386,8 @@ class LevelChooser {
 
   // parent: the kept node above, or -1.
   template <class Budget>
-  FI_DEVICE void cut(const PlannerConfig& c, int32_t i, int32_t to, int32_t parent, Budget& budget) {
+  FI_DEVICE void cut(const PlannerConfig& c, const LevelCounts& all, int32_t i, int32_t to, int32_t parent,
+                     Budget& budget) {
     if (tokens_to(i) <= budget.least_chunk()) {
       // Nor is a node above it.
       m_.cuts.chunk_len[to] = tokens_to(i) - (parent < 0 ? 0 : tokens_to(parent));
@@ -367,7 +402,14 @@ class LevelChooser {
       chunks += s.chunks;
       if (node == i) {
         m_.cuts.chunk_len[to] = s.chunk_len;
-        if (s.chunks > 1) block_.add(&m_.cuts.cut[to / kWarp], 1u << to % kWarp);
+        if (s.chunks > 1) {
+          const int32_t end = to + 1 < all.nodes ? l_.tile[to + 1] : all.tiles;
+          const int64_t more = int64_t(end - l_.tile[to]) * (s.chunks - 1);
+          const int32_t extra = more < NodeCuts::kMostExtra ? int32_t(more) : NodeCuts::kMostExtra;
+          m_.cuts.extra[to] = extra;
+          block_.add(&m_.cuts.cut[to / kWarp], 1u << to % kWarp);
+          block_.add(&m_.cuts.more, uint32_t(extra));
+        }
       }
       if (parent < 0) break;
       node = parent;

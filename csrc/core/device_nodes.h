@@ -58,14 +58,25 @@ class NodeEmitter {
   // A phase before put_single_rows(): among how many requests before. By the last threads first, which mostly
   // have nothing else to do.
   FI_DEVICE void add_members() {
+    constexpr int kBatch = 8;  // loads under way
     FI_ROLL
     for (int32_t j = kThreads - 1 - thread_; j < count_.nodes; j += kThreads) {
+      const int32_t end = groups() * count_.nodes;
       int32_t before = 0;
       FI_ROLL
-      for (int32_t i = j; i < groups() * count_.nodes; i += count_.nodes) {
-        const int32_t members = l_.counts[i];
-        l_.counts[i] = int16_t(before);
-        before += members;
+      for (int32_t first = j; first < end; first += kBatch * count_.nodes) {
+        int32_t members[kBatch];
+        FI_UNROLL
+        for (int k = 0; k < kBatch; ++k) {
+          const int32_t i = first + k * count_.nodes;
+          members[k] = i < end ? l_.counts[i] : 0;
+        }
+        FI_UNROLL
+        for (int k = 0; k < kBatch; ++k) {
+          const int32_t i = first + k * count_.nodes;
+          if (i < end) l_.counts[i] = int16_t(before);
+          before += members[k];
+        }
       }
     }
   }
@@ -103,7 +114,8 @@ class NodeEmitter {
   }
 
   FI_DEVICE void put_node(int32_t j) {
-    section<PrefixNode>(a_.layout.nodes)[j] = {l_.leader[j], l_.tokens_begin[j], l_.tokens[j], l_.end[j]};
+    block_.store(section<PrefixNode>(a_.layout.nodes) + j,
+                 PrefixNode{l_.leader[j], l_.tokens_begin[j], l_.tokens[j], l_.end[j]});
   }
 
   // When tiles are cut. Returns how many words of reports there are. Without single rows it ends with a
@@ -223,13 +235,15 @@ class NodeEmitter {
   FI_DEVICE int32_t groups() const { return (requests_ + kWarp - 1) / kWarp; }
   FI_DEVICE uint32_t lanes_before() const { return (1u << lane_) - 1; }
 
-  // Lanes with the same node, 0 where none has one; by whole warps.
+  // Lanes with the same node, 0 where none has one; by whole warps. One ballot a bit in which they differ:
+  // mostly neighbours are members of one node.
   FI_DEVICE uint32_t find_peers(int32_t node) {
     uint32_t peers = block_.ballot(node >= 0);
-    if (!peers) return 0;
+    if (!peers || count_.nodes == 1) return peers;
+    const int32_t common = block_.shuffle(node, lowest_bit(peers));
     FI_ROLL
-    for (int bit = 0; count_.nodes - 1 >> bit; ++bit) {
-      const bool set = node >> bit & 1;
+    for (uint32_t left = block_.warp_or(node >= 0 ? uint32_t(node ^ common) : 0); left; left &= left - 1) {
+      const bool set = node >> lowest_bit(left) & 1;
       const uint32_t with = block_.ballot(set);
       peers &= set ? with : ~with;
     }

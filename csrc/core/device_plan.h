@@ -39,14 +39,20 @@ class DevicePlanner {
         thread_(block.thread()) {}
 
   FI_DEVICE void run() {
-    begin();
+    begin([] {});
     finish();
   }
 
   // What needs no levels: counts the tiles of the requests and makes them where shared memory holds them.
-  FI_DEVICE void begin() {
+  // between(): called behind a barrier, and has another one behind it.
+  template <class Between>
+  FI_DEVICE void begin(Between between) {
     found_ = read_requests();
+    between();
     made_ = num_tiles_ <= kTiles && !(found_ & ~kSeveralTiles);
+    // Else some thread reads where the tiles of another one's requests begin.
+    own_only_ = made_ && !(found_ & kSeveralTiles) && a_.num_requests <= kThreads;
+    if (!own_only_) block_.sync();
     if (made_) flat_total_ = make_tiles(static_cast<const int32_t*>(m_.tile_begin), shared_tiles());
   }
 
@@ -87,6 +93,12 @@ class DevicePlanner {
   }
 
  private:
+  // What its tiles are made of.
+  struct OwnRequest {
+    int32_t token, q_len, kv_len;
+    int32_t begin, tiles;  // of its tiles
+  };
+
   static constexpr uint32_t kSeveralTiles = 1;  // beside the faults: some request has more than one tile
   using Counts = uint32_t[4];                   // items, units, parts, partial rows
 
@@ -105,6 +117,7 @@ class DevicePlanner {
   }
 
   // Clears, counts the tiles, copies the lengths, finds the longest; returns PlannerFault and kSeveralTiles.
+  // Has a barrier before tile_begin() is written.
   FI_DEVICE uint32_t read_requests() {
     int32_t* const begins = tile_begin();
     auto* bounds = section<int32_t>(a_.layout.kv_len_bounds);
@@ -122,7 +135,7 @@ class DevicePlanner {
     FI_ROLL
     do {
       const int32_t r = base + thread_;
-      uint32_t count[1] = {0}, total[1];
+      uint32_t count[1] = {0}, total[1], tiles = 0;
       int32_t first = 0, last = 0, kv_len = 0;
       if (r < requests) {
         first = a_.qo_indptr[r];
@@ -141,8 +154,8 @@ class DevicePlanner {
         if (!bad) {
           const uint32_t rows = uint32_t((last - first) * c_.group);
           const int kind = query_tile(c_, rows);
-          count[0] = (rows + uint32_t(tile_height(kind)) - 1) >> tile_log2(kind);
-          if (count[0] > 1) bad |= kSeveralTiles;
+          count[0] = tiles = (rows + uint32_t(tile_height(kind)) - 1) >> tile_log2(kind);
+          if (tiles > 1) bad |= kSeveralTiles;
         }
         found |= bad;
       }
@@ -150,16 +163,16 @@ class DevicePlanner {
       all_.post(1, block_.warp_max(uint32_t(longest)));
       all_.post(2, block_.warp_or(found));
       all_.exclusive_scan(count, total);
-      if (r < requests) begins[r] = int32_t(saturating_add(carry, count[0]));
+      const auto begin = int32_t(saturating_add(carry, count[0]));
+      if (r < requests) begins[r] = begin;
+      if (base == 0) own_ = {first, last - first, kv_len, begin, int32_t(tiles)};
       carry = saturating_add(carry, total[0]);
       base += kThreads;
     } while (base < requests);
     if (thread_ == 0) begins[requests] = int32_t(carry);
     num_tiles_ = int32_t(carry);
     longest_ = int32_t(block_.warp_max(uint32_t(all_.posted(1))));
-    found = block_.warp_or(uint32_t(all_.posted(2)));
-    block_.sync();
-    return found;
+    return block_.warp_or(uint32_t(all_.posted(2)));
   }
 
   // Most steps of many tickets; returns false where another way is needed.
@@ -290,22 +303,28 @@ class DevicePlanner {
   template <class Tiles>
   FI_DEVICE int64_t make_tiles(const int32_t* tile_begin, Tiles tiles) {
     int64_t total = 0;
-    const auto make = [&](int32_t request, int32_t tile, int32_t number) {
-      const int32_t token = a_.qo_indptr[request], q_len = a_.qo_indptr[request + 1] - token;
-      const int kind = query_tile(c_, int64_t(q_len) * c_.group);
-      const Tile t = make_tile(c_, request, q_len, a_.kv_lens[request], kind, number * tile_height(kind));
+    const auto make = [&](int32_t request, const OwnRequest& own, int32_t tile, int32_t number) {
+      const int kind = query_tile(c_, int64_t(own.q_len) * c_.group);
+      const Tile t = make_tile(c_, request, own.q_len, own.kv_len, kind, number * tile_height(kind));
       set_tile(tiles, tile, t);
-      tiles.at(kToken, tile) = token;
+      tiles.at(kToken, tile) = own.token;
       total += scale_cost(tile_cost(c_, kind, t.kv_end - t.kv_begin), a_.cost_shift);
     };
+    const auto read = [&](int32_t r) {
+      const int32_t token = a_.qo_indptr[r], q_len = a_.qo_indptr[r + 1] - token;
+      return OwnRequest{token, q_len, a_.kv_lens[r], tile_begin[r], tile_begin[r + 1] - tile_begin[r]};
+    };
     FI_ROLL
-    for (int32_t r = thread_; r < a_.num_requests; r += kThreads)
-      if (tile_begin[r + 1] - tile_begin[r] == 1) make(r, tile_begin[r], 0);
+    for (int32_t r = thread_; r < a_.num_requests; r += kThreads) {
+      const OwnRequest own = own_only_ ? own_ : read(r);
+      if (own.tiles == 1) make(r, own, own.begin, 0);
+    }
     if (found_ & kSeveralTiles) {
       FI_ROLL
       for (int32_t t = thread_; t < num_tiles_; t += kThreads) {
         const int32_t r = find_last(tile_begin, a_.num_requests, t);
-        if (tile_begin[r + 1] - tile_begin[r] > 1) make(r, t, t - tile_begin[r]);
+        const OwnRequest own = read(r);
+        if (own.tiles > 1) make(r, own, t, t - own.begin);
       }
     }
     flat_cost_ = total;
@@ -406,11 +425,12 @@ class DevicePlanner {
     }
     if (s.states == 0 || int32_t(before[1]) >= a_.capacity.units) return;
     const int32_t request = tiles.at(kRequest, t);
-    section<MergeUnit>(a_.layout.units)[before[1]] = {
-        request, tiles.at(kQBegin, t), q_rows,
-        // A single row is in one tile of each node above.
-        s.chunks + (count_.single_rows ? shared : 0), int32_t(before[2]),
-        int32_t(before[2] + s.states + uint32_t(shared)), level == kOwn ? tiles.at(kToken, t) : -1, 0};
+    block_.store(section<MergeUnit>(a_.layout.units) + before[1],
+                 MergeUnit{request, tiles.at(kQBegin, t), q_rows,
+                           // A single row is in one tile of each node above.
+                           s.chunks + (count_.single_rows ? shared : 0), int32_t(before[2]),
+                           int32_t(before[2] + s.states + uint32_t(shared)),
+                           level == kOwn ? tiles.at(kToken, t) : -1, 0});
   }
 
   // The report list of a node's tile whose members each have one row of query tokens: its length is known.
@@ -441,7 +461,7 @@ class DevicePlanner {
     h.num_nodes = count_.nodes;
     h.num_node_tokens = count_.tokens;
     h.num_reports = reports;
-    *section<PlanHeader>(a_.layout.header) = h;
+    block_.store(section<PlanHeader>(a_.layout.header), h);
   }
 
   Block& block_;
@@ -460,6 +480,9 @@ class DevicePlanner {
   int64_t flat_total_ = 0, flat_cost_ = 0;  // of all tiles without nodes, and of those that this thread made
   uint32_t found_ = 0;
   bool made_ = false;  // the requests' tiles lie in shared memory
+  // Every thread has read the one request whose tile it makes.
+  bool own_only_ = false;
+  OwnRequest own_{};
   LevelCounts count_{};
 };
 

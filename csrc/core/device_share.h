@@ -118,11 +118,12 @@ FI_DEVICE void plan_shared(Block& block, const DeviceShareArgs& args, DeviceShar
   ForestFinder<Block, kBeside> finder(block, scan, args.forest, m.leaders, m.sorting.pairs, m.received,
                                       m.inbox);
   bool begun = false;
-  const int32_t pairs = finder.run(plan.config, plan.num_requests, plan.qo_indptr, plan.kv_lens, [&] {
-    if constexpr (kBeside) planner.begin();
-    begun = kBeside;
-    FI_PHASE(block, "flat tiles, beside");
-  });
+  const int32_t pairs =
+      finder.run(plan.config, plan.num_requests, plan.qo_indptr, plan.kv_lens, [&](auto between) {
+        if constexpr (kBeside) planner.begin(between);
+        begun = kBeside;
+        FI_PHASE(block, "flat tiles, beside");
+      });
   FI_PHASE(block, "searched");
   if (block.cta() != 0) return finder.leave();
   LevelCounts levels;
@@ -134,7 +135,7 @@ FI_DEVICE void plan_shared(Block& block, const DeviceShareArgs& args, DeviceShar
       levels = choose_levels(block, scan, args, finder.num_requests(), pairs, finder.wide(), m, NoBudget{});
   }
   FI_PHASE(block, "levels");
-  if (!begun) planner.begin();
+  if (!begun) planner.begin([] {});
   FI_PHASE(block, "flat tiles");
   const int32_t nodes = planner.finish(levels);
   FI_PHASE(block, "plan");

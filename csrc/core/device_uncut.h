@@ -68,8 +68,13 @@ class UncutPlanner {
     // By a warp that mostly has no item.
     if (warp_ == kWarps - 1 && !shares) budgets_.set_chunks(ideal_budget(c_, total, a_.cost_shift));
     int32_t items = num_tiles_, number = 0, chunk = 0;  // number: of a node's tile among those of all nodes
-    if (shares) items = flat_tiles_ + find_tile(thread_ - flat_tiles_, number, chunk);
-    if (items > kThreads) return false;
+    if (shares) {
+      const auto more = uint32_t(cuts_->more);
+      if (more > uint32_t(kThreads - items)) return false;
+      items += int32_t(more);
+      // Those of requests have nothing to look for.
+      if (thread_ >= flat_tiles_) find_tile(thread_ - flat_tiles_, number, chunk);
+    }
     const bool valid = thread_ < items;
     Tile tile{};
     Split split{0, 1, 0};
@@ -139,7 +144,7 @@ class UncutPlanner {
       Items::write_ends(block_, a_, sort_, items, end);
     }
     if constexpr (kShares)
-      if (shares) write_lists(nodes.lists(), int32_t(use[1]));
+      if (shares && warp_ < kWarps - 1) write_lists(nodes.lists(), int32_t(use[1]));
     const uint32_t at = sort_.place(key);
     const Overlap order = Items::order_of(block_, c_, count_.nodes, items, all_.posted(2));
     if (!valid) return true;
@@ -161,28 +166,32 @@ class UncutPlanner {
     return kShares ? cuts_->path_chunks[levels_->leaf[request]] : 0;
   }
 
-  // Item `i` >= 0 among those of all nodes: which of their tiles it belongs to, and which chunk it is.
-  // Returns how many items there are.
-  FI_DEVICE int32_t find_tile(int32_t i, int32_t& number, int32_t& chunk) const {
-    int32_t more = 0;  // items than tiles, up to a node
+  // Item `i` among those of all nodes: which of their tiles it belongs to, and which chunk it is.
+  FI_DEVICE void find_tile(int32_t i, int32_t& number, int32_t& chunk) const {
+    int32_t node = -1, at = 0;  // the last node that is cut and begins before it, and how far
+    int32_t more = 0;           // items than tiles, up to a node
     number = i;
     FI_ROLL
     for (int32_t word = 0; word * kWarp < count_.nodes; ++word) {
       FI_ROLL
       for (uint32_t left = cuts_->cut[word]; left; left &= left - 1) {
-        const int32_t j = word * kWarp + lowest_bit(left), chunks = cuts_->chunks(*levels_, j);
-        const int32_t first = levels_->tile[j];
-        const int32_t tiles = (j + 1 < count_.nodes ? levels_->tile[j + 1] : count_.tiles) - first;
-        const int32_t at = i - first - more, items = tiles * chunks;
-        if (at >= 0) {
-          const int32_t tile = at < items ? int32_t(uint32_t(at) / uint32_t(chunks)) : 0;
-          number = at < items ? first + tile : i - more - (items - tiles);
-          chunk = at < items ? at - tile * chunks : 0;
-        }
-        more += items - tiles;
+        const int32_t j = word * kWarp + lowest_bit(left), first = levels_->tile[j], extra = cuts_->extra[j];
+        const int32_t behind = i - first - more;
+        more += extra;
+        if (behind < 0) continue;
+        node = j;
+        at = behind;
+        number = i - more;
       }
     }
-    return count_.tiles + more;
+    if (node < 0) return;
+    const int32_t first = levels_->tile[node], chunks = cuts_->chunks(*levels_, node);
+    // Behind the node's items there are fewer tiles than items before.
+    const int32_t end = node + 1 < count_.nodes ? levels_->tile[node + 1] : count_.tiles;
+    if (number >= end) return;
+    const auto tile = int32_t(uint32_t(at) / uint32_t(chunks));
+    number = first + tile;
+    chunk = at - tile * chunks;
   }
 
   FI_DEVICE Tile request_tile() const {
@@ -259,14 +268,9 @@ class UncutPlanner {
     if (unit < 0) return;
     const int32_t request = tiles_.at(kRequest, t), parts = 1 + chunks_above(request);
     const int32_t first = tiles_.at(kFirstPart, t);
-    section<MergeUnit>(a_.layout.units)[unit] = {request,
-                                                 tiles_.at(kQBegin, t),
-                                                 shape_rows(tiles_.at(kShape, t)),
-                                                 parts,
-                                                 first,
-                                                 first + parts,
-                                                 tiles_.at(kToken, t),
-                                                 0};
+    block_.store(section<MergeUnit>(a_.layout.units) + unit,
+                 MergeUnit{request, tiles_.at(kQBegin, t), shape_rows(tiles_.at(kShape, t)), parts, first,
+                           first + parts, tiles_.at(kToken, t), 0});
   }
 
   // The length of the list.
@@ -275,27 +279,41 @@ class UncutPlanner {
     lists_->reports[list_of(number, tile.request, tile.q_begin)] = of_group(tile.q_rows);
   }
 
-  FI_DEVICE void write_lists(const MemberLists& to, int32_t parts) {
+  // By all warps but the last one, which writes the header: lines of all lists, one after the other.
+  FI_DEVICE void write_lists(const MemberLists& to, int32_t num_parts) {
+    constexpr int kWriters = kThreads - kWarp, kWords = 4;
+    static_assert(kWriters > 0);
     struct alignas(16) Line {
-      int32_t word[4];
+      int32_t word[kWords];
     };
-    int32_t words = count_.tokens;
-    const int32_t* from = lists_->node_tokens;
-    int32_t* list = to.node_tokens;
+    const int32_t num_reports = count_.tiles + count_.tokens;
+    const int32_t reports = (count_.tokens + kWords - 1) / kWords;
+    const int32_t parts = reports + (num_reports + kWords - 1) / kWords;
+    const int32_t end = parts + (num_parts + kWords - 1) / kWords;
     FI_ROLL
-    for (int k = 0; k < 3; ++k) {
-      FI_ROLL
-      for (int32_t i = 4 * thread_; i < words; i += 4 * kThreads) {
-        if (i + 4 <= words) {
-          *reinterpret_cast<Line*>(list + i) = *reinterpret_cast<const Line*>(from + i);
-        } else {
-          FI_ROLL
-          for (int32_t at = i; at < words; ++at) list[at] = from[at];
-        }
+    for (int32_t line = thread_; line < end; line += kWriters) {
+      const int32_t* from = lists_->node_tokens;
+      int32_t* list = to.node_tokens;
+      int32_t words = count_.tokens, first = 0;
+      if (line >= reports) {
+        from = lists_->reports;
+        list = to.reports;
+        words = num_reports;
+        first = reports;
       }
-      words = k == 0 ? count_.tiles + count_.tokens : parts;
-      from = k == 0 ? lists_->reports : lists_->parts;
-      list = k == 0 ? to.reports : to.parts;
+      if (line >= parts) {
+        from = lists_->parts;
+        list = to.parts;
+        words = num_parts;
+        first = parts;
+      }
+      const int32_t at = kWords * (line - first);
+      if (at + kWords <= words) {
+        *reinterpret_cast<Line*>(list + at) = *reinterpret_cast<const Line*>(from + at);
+      } else {
+        FI_ROLL
+        for (int32_t i = at; i < words; ++i) list[i] = from[i];
+      }
     }
   }
 

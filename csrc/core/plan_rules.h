@@ -181,8 +181,10 @@ FI_HOST_DEVICE bool is_better(int64_t time, int64_t best) { return best < 0 || t
 FI_HOST_DEVICE Split split_tile(const PlannerConfig& c, TileLevel level, int32_t kv_tokens, int32_t chunk) {
   const uint32_t n = chunk_count(kv_tokens, chunk);
   if (n == 1) return {kv_tokens, 1, level == kFlat ? 0u : 1u};
-  const uint32_t align = chunk_align(c), len = uint32_t(kv_tokens);
-  const uint32_t each = ceil_div32(ceil_div32(len, n), align) * align, chunks = ceil_div32(len, each);
+  const uint32_t align = chunk_align(c), len = uint32_t(kv_tokens), even = ceil_div32(len, n);
+  // Mostly a power of two, as in chunk_tokens().
+  const uint32_t each = align & (align - 1) ? ceil_div32(even, align) * align : (even + align - 1) & -align;
+  const uint32_t chunks = ceil_div32(len, each);
   // Batch-invariant mode: the first item folds its grid chunks into one state, the others emit one each.
   const uint32_t states = c.invariant_grid > 0 ? 1 + ceil_div32(len - each, align) : chunks;
   return {int32_t(each), int32_t(chunks), states};

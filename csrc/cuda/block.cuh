@@ -17,6 +17,15 @@ namespace fi::cuda {
 inline constexpr int kPlanThreads = 512;
 inline constexpr uint32_t kAllLanes = 0xffffffff;
 
+// The dynamic shared memory of a kernel. Where it begins is what a special register says, which a compiler
+// reads again at every use: tens of cycles. What comes from another lane it keeps.
+template <class T>
+__device__ __forceinline__ T& shared_memory() {
+  extern __shared__ __align__(16) uint8_t memory[];
+  const auto begin = uint32_t(__cvta_generic_to_shared(memory));
+  return *reinterpret_cast<T*>(__cvta_shared_to_generic(__shfl_sync(kAllLanes, begin, 0)));
+}
+
 // One block of a grid that is one cluster, or the one block of a grid.
 class CudaBlock {
  public:
@@ -120,10 +129,14 @@ class CudaBlock {
     const int4 v = __ldcg(reinterpret_cast<const int4*>(from));
     return {v.x, v.y, v.z, v.w};
   }
-  __device__ __forceinline__ void store(WorkItem* to, const WorkItem& item) {
-    const auto* words = reinterpret_cast<const int4*>(&item);
-    reinterpret_cast<int4*>(to)[0] = words[0];
-    reinterpret_cast<int4*>(to)[1] = words[1];
+  // 16 bytes an instruction: words of structures side by side would be a sector each, again and again.
+  template <class T>
+  __device__ __forceinline__ void store(T* to, const T& v) {
+    static_assert(sizeof(T) % sizeof(int4) == 0);
+    int4 words[sizeof(T) / sizeof(int4)];
+    memcpy(words, &v, sizeof(T));
+#pragma unroll
+    for (int i = 0; i < int(sizeof(T) / sizeof(int4)); ++i) reinterpret_cast<int4*>(to)[i] = words[i];
   }
 
  private:

@@ -13,9 +13,8 @@ using PlanMemory = Planner::Memory;
 static_assert(sizeof(PlanMemory) <= 99 * 1024);
 
 __global__ void __launch_bounds__(kPlanThreads, 1) plan_kernel(const __grid_constant__ DevicePlanArgs args) {
-  extern __shared__ __align__(16) uint8_t memory[];
   CudaBlock block;
-  Planner(block, args, *reinterpret_cast<PlanMemory*>(memory)).run();
+  Planner(block, args, shared_memory<PlanMemory>()).run();
 }
 
 }  // namespace

@@ -21,9 +21,8 @@ static_assert(sizeof(ShareMemory<true>) <= 227 * 1024);
 __global__ void __launch_bounds__(kPlanThreads, 1)
     share_kernel(const __grid_constant__ DeviceShareArgs args) {
 #if defined(__CUDA_ARCH__)
-  extern __shared__ __align__(16) uint8_t memory[];
   CudaBlock block;
-  plan_shared(block, args, *reinterpret_cast<ShareMemory<plans_beside(__CUDA_ARCH__ / 100)>*>(memory));
+  plan_shared(block, args, shared_memory<ShareMemory<plans_beside(__CUDA_ARCH__ / 100)>>());
 #endif
 }
 

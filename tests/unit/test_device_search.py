@@ -44,11 +44,11 @@ def plan_of_table(rows: np.ndarray, blocks: str) -> tuple[Plan, list[int]]:
 @pytest.mark.parametrize(
     ("name", "nodes", "block_barriers", "cluster_barriers", "warp_steps"),
     [
-        ("nothing", 0, 9, 0, 46),
-        ("one prompt", 1, 18, 1, 114),
-        ("groups", 33, 19, 1, 129),
-        ("four levels", 84, 21, 1, 147),
-        ("pairs", 128, 18, 1, 118),
+        ("nothing", 0, 8, 0, 46),
+        ("one prompt", 1, 16, 1, 109),
+        ("groups", 33, 17, 1, 125),
+        ("four levels", 84, 19, 1, 142),
+        ("pairs", 128, 16, 1, 113),
     ],
 )
 def test_barriers_of_a_serving_step(

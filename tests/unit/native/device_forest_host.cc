@@ -55,7 +55,11 @@ void find(TensorView config, TensorView qo_indptr, TensorView kv_lens, TensorVie
     GroupScan<Thread> scan(thread, m.slots);
     ForestFinder<Thread, (kCtas > 1)> finder(thread, scan, args, m.leaders, m.sorting.pairs, m.received,
                                              m.inbox);
-    const int32_t pairs = finder.run(c, requests, starts, lens, [&] { thread.sync(); });
+    const int32_t pairs = finder.run(c, requests, starts, lens, [&](auto between) {
+      thread.sync();
+      between();
+      thread.sync();
+    });
     finder.leave();
     if (thread.cta() != 0) return;
     NodeCount found{};

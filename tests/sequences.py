@@ -64,8 +64,9 @@ def compute(
     layout: Layout | None = None,
     page_seed: int = 0,
     device: str = "cpu",
+    kernel: str | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """(out, lse) of each part when all of them are one batch, computed on `device`."""
+    """(out, lse) of each part when all of them are one batch, computed on `device` by `kernel`."""
     with torch_threads(1):
         layout = layout or Layout()
         random = torch.Generator().manual_seed(page_seed)
@@ -89,6 +90,7 @@ def compute(
             planned_queues=planned_queues,
             costs=costs,
             device=device,
+            kernel=kernel,
         )
         starts = torch.tensor([0, *[end - begin for _, begin, end in parts]]).cumsum(0).to(torch.int32)
         table = page_table(layout.table, pages, lens.to(device), spec.page_size, random)

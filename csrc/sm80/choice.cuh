@@ -10,10 +10,6 @@
 #else
 #define FI_VARIANT StandardVariant
 #endif
-// Whether warps share tiles of few rows in the batch-invariant mode.
-#if !defined(FI_SHARED_ROWS)
-#define FI_SHARED_ROWS 0
-#endif
 // Programmatic dependent launch: the grid starts while the kernel before it ends (sm_90).
 #if !defined(FI_PDL)
 #define FI_PDL FI_SM90A

@@ -134,10 +134,17 @@ __device__ __forceinline__ bool run_item(const AttentionParams& p, const LaunchC
 // The rows of one warp, which takes all tiles of its row group in their order.
 template <class Traits>
 struct OwnRows {
+  static constexpr int kColumns = Consumer<Traits>::kColumns;
+  static constexpr bool kInSlice = Traits::kQInRegisters && Traits::kColumnWarps == 1;
+  static_assert(!kInSlice || kColumns * 32 * 16 <= Traits::kSliceBytes);
+
   Consumer<Traits>& x;
-  GridState<Consumer<Traits>::kColumns> grid;
+  std::conditional_t<kInSlice, GridSlice<kColumns>, GridState<kColumns>> grid;
 
   // Leaves the grid's columns without a value, or they would take registers before the first border.
+  __device__ __forceinline__ explicit OwnRows(Consumer<Traits>& x_)
+    requires(kInSlice)
+      : x(x_), grid(x.slice, x.lane) {}
   __device__ __forceinline__ explicit OwnRows(Consumer<Traits>& x_) : x(x_) {}
 
   __device__ __forceinline__ void clear() { x.clear(); }
@@ -145,7 +152,7 @@ struct OwnRows {
     grid.fold(x.state, x.out);
     x.clear();
   }
-  __device__ __forceinline__ void take_whole(float (&lse)[2]) { grid.take(x.out, lse); }
+  __device__ __forceinline__ void finish(float (&lse)[2]) { grid.finish(x.state, x.out, lse); }
   __device__ __forceinline__ void store_partial(int row, const float (&lse)[2], const float (&factor)[2]) {
     sm80::store_partial(x, row, lse, factor);
   }
@@ -154,43 +161,74 @@ struct OwnRows {
   }
 };
 
+// Where the grid chunks of an item end, behind its first key.
+template <class Rows>
+struct GridChunks {
+  Rows& rows;
+  const int grid;
+  int border, partial;
+
+  __device__ __forceinline__ GridChunks(const AttentionParams& p, Rows& rows_)
+      : rows(rows_), grid(reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header)->invariant_grid) {
+    const Work& w = rows.x.w;
+    border = (w.kv_begin / grid + 1) * grid;
+    partial = w.partial;
+  }
+
+  // Whether the tile that begins at `key` is another chunk's than the one before. Asked once a tile.
+  __device__ __forceinline__ bool begins(int key) {
+    if (key != border) return false;
+    border += grid;
+    return true;
+  }
+
+  __device__ __forceinline__ void end() { end_chunk(rows, partial); }
+  // The same where the state of the next chunk has begun already.
+  __device__ __forceinline__ void end(const RowState& ended) {
+    const RowState begun = rows.x.state;
+    rows.x.state = ended;
+    end();
+    rows.x.state = begun;
+  }
+};
+
 // The batch-invariant mode: states end at fixed key positions, and every element is one chain of products,
-// whatever the height of the tile.
+// whatever the height of the tile. wgmma and mma.sync give the same bits, which was measured on an H200.
 template <class Traits>
 __device__ __forceinline__ void run_invariant_item(const AttentionParams& p, const LaunchConstants& c,
                                                    Control& control, const Work& w, int tid, char* shared,
                                                    uint32_t stages, Ring<Traits::kStages> stage, int tiles) {
-  const int grid_tiles =
-      reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header)->invariant_grid / Traits::kKvTile;
-  const int first_tile = w.kv_begin / Traits::kKvTile;
-  const auto begins_chunk = [&](int i) { return i > 0 && (first_tile + i) % grid_tiles == 0; };
-  int partial = w.partial;
-  if (kSharesRows<Traits> && row_groups(w) == 1) {
-    if constexpr (kSharesRows<Traits>) {
-      Consumer<Traits> x(p, c, w, tid, shared);
-      SharedRows<Traits> rows(x, shared);
-      const float scale = x.logit_scale();
-#pragma unroll 1
-      for (int i = 0; i < tiles; ++i) {
-        if (begins_chunk(i)) end_chunk(rows, partial);
-        ptx::mbarrier_wait(full_barrier(control, stage), stage.lap >> 1 & 1);
-        rows.step(stages + stage.at * Traits::kStageBytes, i, w.kv_begin + i * Traits::kKvTile, scale);
-        ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[stage.at]), x.lane);
-        stage.advance();
-      }
-      if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
-      end_item(rows, partial);
-    }
-    return;
-  }
   Consumer<Traits> x(p, c, w, tid, shared);
+  if (kRingQueries<Traits> && w.query_tiles) {
+    x.take_queries(control, stages, stage);
+    stage.advance();
+  }
+  if constexpr (kSharesRows<Traits>) {
+    if (row_groups(w) == 1) {
+      SharedRows<Traits> rows(x, shared);
+      GridChunks chunks(p, rows);
+      rows.attend(control, stages, stage, tiles, chunks);
+      if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
+      end_item(rows, chunks.partial);
+      return;
+    }
+  }
   if (x.member > 0) return;
   OwnRows<Traits> rows(x);
+  GridChunks chunks(p, rows);
+  if constexpr (Traits::kWgmma) {
+    if (x.members == 1) {
+      sm90::Wide<Traits>::attend(x, control, stages, stage, tiles, chunks);
+      if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
+      end_item(rows, chunks.partial);
+      return;
+    }
+  }
   attend<Traits>(x, control, stages, stage, tiles, [&](int i) {
-    if (begins_chunk(i)) end_chunk(rows, partial);
+    if (chunks.begins(w.kv_begin + i * Traits::kKvTile)) chunks.end();
   });
   if (tid == 0 && w.faults) atomicOr(p.counters + kFaults, w.faults);
-  end_item(rows, partial);
+  end_item(rows, chunks.partial);
 }
 
 // The last item of a merge unit to arrive folds the unit; counters are left at zero for the next launch.

@@ -53,6 +53,18 @@ struct RowState {
   float max[2] = {-INFINITY, -INFINITY};
   float sum[2] = {0.f, 0.f};  // of this lane's columns; quad_sum gives the row's
 
+  // Raises the maximum of row r to that of logits up to `top`; returns what their exponents lose, and the
+  // factor by which the output so far shrinks.
+  template <typename Weight>
+  __device__ __forceinline__ float raise(int r, float scale, float top, float& shrink) {
+    constexpr float kBits = kWeightBits<Weight>;
+    top = fmaxf(max[r], kBits > 0.f ? __fmaf_ru(top, scale, -kBits) : top * scale);
+    const float base = top == -INFINITY ? 0.f : top;
+    shrink = ptx::exp2_approx(max[r] - base);
+    max[r] = top;
+    return base;
+  }
+
   // Turns logits into weights and returns the factors by which the outputs so far shrink. Both rows of the
   // lane go through each stage together, so that shuffles and exponentials of one hide behind the other's.
   // kRows: 1 where the second row does not exist.
@@ -72,11 +84,7 @@ struct RowState {
     hold_maxima(top[0], top[kRows - 1]);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      constexpr float kBits = kWeightBits<Weight>;
-      top[r] = fmaxf(max[r], kBits > 0.f ? __fmaf_ru(top[r], scale, -kBits) : top[r] * scale);
-      const float base = top[r] == -INFINITY ? 0.f : top[r];
-      shrink[r] = ptx::exp2_approx(max[r] - base);
-      max[r] = top[r];
+      const float base = raise<Weight>(r, scale, top[r], shrink[r]);
       float total = 0.f;
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {

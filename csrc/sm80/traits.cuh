@@ -82,12 +82,15 @@ struct Traits {
   // Tiles of 128 rows are multiplied by warpgroups (sm90/wide.cuh), those of fp8 caches once they have been
   // widened in shared memory (sm90/widened.cuh), for which heads wider than 128 leave no room.
   static constexpr bool kWgmma = FI_WGMMA, kWidens = kWgmma && kFp8;
-  static_assert(!kWgmma || (kMovesRegisters && !kInvariant));
+  static_assert(!kWgmma || kMovesRegisters);
   static_assert(!kWidens || max_of(kHeadDim, kHeadDimV) <= 128);
   // Fragments of the queries stay in registers where the output leaves room for them.
   static constexpr bool kQInRegisters = kMovesRegisters && kHeadDim <= 128;
   // Otherwise wgmma reads them from shared memory, 64 rows as one operand (WideHeads).
   static constexpr bool kReadsQueries = kWgmma && !kQInRegisters;
+
+  static_assert(!(kWgmma && kInvariant) || (kQInRegisters && kColumnWarps == 1 && !kFp8),
+                "states of grid chunks lie in slices without queries, and fp8 tiles give other bits");
 
   // A slice for the warps of 16 rows: queries on the way in; states and results on the way out.
   static constexpr int kSliceBytes =

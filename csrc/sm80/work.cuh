@@ -101,9 +101,8 @@ __device__ __forceinline__ int ring_tiles(const Work& w) {
 // Queries come through the ring, as one more tile in front of the item's keys, where they fit a stage. Those
 // that fp8 keys multiply as they are have their columns permuted, which copies of 16 bytes do not.
 template <class Traits>
-inline constexpr bool kRingQueries =
-    Traits::kQInRegisters && !Traits::kInvariant && !Traits::kFp8 && !Variant::kTransformsQuery &&
-    tile_bytes(kMaxQueryTile, Traits::kHeadDim * 2) <= Traits::kStageBytes;
+inline constexpr bool kRingQueries = Traits::kQInRegisters && !Traits::kFp8 && !Variant::kTransformsQuery &&
+                                     tile_bytes(kMaxQueryTile, Traits::kHeadDim * 2) <= Traits::kStageBytes;
 
 // Rows of that tile: sixteen for each head of a bundle.
 __device__ __forceinline__ int query_tile_rows(const Work& w) {

@@ -27,8 +27,10 @@ struct Wide {
                 "the swizzle counts rows from multiples of 1024 bytes");
   // Tiles that are taken together: what surrounds the products costs as much for one as for two, but two
   // leave no registers for masks and transforms.
-  // While two steps' tiles are read, others must be on their way.
-  static constexpr int kStep = sm80::kTransform || sm80::kMask || Traits::kStages < 6 ? 1 : 2;
+  // While two steps' tiles are read, others must be on their way. In the batch-invariant mode the softmax
+  // goes from tile to tile, as in narrower tiles.
+  static constexpr int kStep =
+      sm80::kTransform || sm80::kMask || Traits::kInvariant || Traits::kStages < 6 ? 1 : 2;
   static_assert(Traits::kStages > 2 * kStep,
                 "the next step's tiles are waited for while this one's are still read");
 
@@ -102,12 +104,20 @@ struct Wide {
     if (sum < 0.f) __trap();
   }
 
+  // The keys of an item are one chunk.
+  struct OneChunk {
+    __device__ __forceinline__ static bool begins(int) { return false; }
+    __device__ __forceinline__ static void end(const sm80::RowState&) {}
+  };
+
   // All tiles of an item, the first being at `ring` of the pipeline. The product of a step with V runs beside
-  // the softmax of the next one. What whole steps leave over is a step of one tile at the end.
+  // the softmax of the next one. What whole steps leave over is a step of one tile at the end. `chunks` says
+  // at which keys another state begins, and takes the one before from x.
+  template <class Chunks = OneChunk>
   __device__ __forceinline__ static void attend(Consumer& x, sm80::Control& control, uint32_t stages,
-                                                Ring ring, int tiles) {
+                                                Ring ring, int tiles, Chunks&& chunks = {}) {
     if (tiles == 0) return;
-    Attended all{x, control, stages, x.logit_scale(), x.w.kv_begin};
+    Attended<std::remove_reference_t<Chunks>> all{x, control, stages, chunks, x.logit_scale(), x.w.kv_begin};
     uint32_t weights[kStep * kVSteps][4];
     if (kStep > 1 && tiles < kStep) {
       const Step<1> only{ring};
@@ -167,11 +177,13 @@ struct Wide {
   };
 
   // The steps of an item. `weights` are those of the step before, whose product with V has not begun.
+  template <class Chunks>
   struct Attended {
     using Weights = uint32_t[kStep * kVSteps][4];
     Consumer& x;
     sm80::Control& control;
     uint32_t stages;
+    Chunks& chunks;
     float scale;
     int key;
 
@@ -197,13 +209,20 @@ struct Wide {
       start_values(before, weights);
       ptx::wgmma_wait<1>();
       ptx::settle(s);
+      // The state before is whole once the product under way has ended.
+      const bool begins = chunks.begins(key);
+      const sm80::RowState ended = x.state;
+      if (begins) x.state = sm80::RowState{};
       weigh_step(s, shrink);
       hold(x.state.sum[0] + x.state.sum[1]);
       ptx::wgmma_wait<0>();
       ptx::settle(x.out);
       ptx::settle(weights);
       before.release(control, x.lane);
-      rescale(x, shrink);
+      if (begins)
+        chunks.end(ended);
+      else
+        rescale(x, shrink);
       pack(s, weights);
     }
 

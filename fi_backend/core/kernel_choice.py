@@ -90,8 +90,16 @@ def _warp_columns(spec: AttentionSpec, arch: str) -> int:
 def _no_wgmma(spec: AttentionSpec, arch: str, variant: AttentionVariant | None) -> str | None:
     if arch != SM90A:
         return f"needs the target {SM90A}; got {arch}."
-    if spec.batch_invariant:
-        return "joins no states at fixed key positions; batch_invariant=True needs 'mma'."
+    if spec.batch_invariant and spec.kv_dtype != spec.dtype:
+        return (
+            "adds the products of fp8 keys in another order than the warps that multiply smaller tiles; "
+            "batch_invariant=True needs 'mma'."
+        )
+    if spec.batch_invariant and max(spec.head_dim, spec.head_dim_v) > 128:
+        return (
+            "has no shared memory for states at fixed key positions beside queries of heads wider than 128; "
+            f"batch_invariant=True needs 'mma'; got {spec.head_dim}, {spec.head_dim_v}."
+        )
     if variant is not None and (variant.key_transform, variant.value_transform) != (None, None):
         return f"reads keys and values as they lie in shared memory; variant {variant.name} transforms them."
     if spec.kv_dtype != spec.dtype and max(spec.head_dim, spec.head_dim_v) > 128:

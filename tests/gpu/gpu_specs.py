@@ -41,8 +41,13 @@ MODULES: dict[str, dict[str, Any]] = {
     "mask 128": {"head_dim": 128, "custom_mask": True},
     "transform mask 64": {"head_dim": 64, "alibi": True, "custom_mask": True},
     "invariant 64": {"head_dim": 64, "batch_invariant": True},
+    "invariant 80": {"head_dim": 80, "batch_invariant": True},
+    "invariant 96": {"head_dim": 96, "batch_invariant": True},
+    "invariant 112": {"head_dim": 112, "batch_invariant": True},
     "invariant 128": {"head_dim": 128, "batch_invariant": True},
     "invariant 256": {"head_dim": 256, "batch_invariant": True},
+    "invariant fp16 64": {"head_dim": 64, "dtype": FP16, "batch_invariant": True},
+    "invariant fp16 128": {"head_dim": 128, "dtype": FP16, "batch_invariant": True},
     "invariant e4m3 128": {"head_dim": 128, "kv_dtype": E4M3, "batch_invariant": True},
     "invariant transform 64": {"head_dim": 64, "alibi": True, "batch_invariant": True},
 }

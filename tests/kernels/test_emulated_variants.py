@@ -24,11 +24,12 @@ BATCHES = {
 @pytest.fixture(scope="module", autouse=True)
 def modules() -> None:
     """Compile them side by side."""
-    spec = AttentionSpec(4, 2, 64)
+    plain, invariant = AttentionSpec(4, 2, 64), AttentionSpec(4, 2, 64, batch_invariant=True)
+    layers = [(plain, find_variant(name)) for name in NAMES] + [(invariant, find_variant(NAMES[0]))]
     jit.build_all(
         [
             kernels.with_variant(emulator_modules.attention_module(spec, ARCH, variant=variant), variant)
-            for variant in map(find_variant, NAMES)
+            for spec, variant in layers
         ]
     )
 
@@ -44,6 +45,15 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_variant(name: str, batch: VariantBatch) -> None:
     check_variant(name, ORACLES[name], arguments(name, batch), batch)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_weights_without_a_softmax_in_the_batch_invariant_mode() -> None:
+    """Warps that share a tile have no maxima to tell, and must not overwrite weights that others read."""
+    options = {"batch_invariant": True}
+    lens = {"q_lens": (1, 2, 40), "kv_lens": (900, 1150, 700)}
+    batch = VariantBatch(dtype="bfloat16", heads=(8, 2), options=options, **lens)
+    check_variant(NAMES[0], ORACLES[NAMES[0]], arguments(NAMES[0], batch), batch)
 
 
 @pytest.mark.usefixtures("emulated")

@@ -29,7 +29,9 @@ FP8 = {"kv_dtype": "float8_e4m3fn"}
         ("sm_100a", {"head_dim": 64} | FP8, "mma", 128),
         ("sm_90a", {"head_dim": 128}, "wgmma", 128),
         ("sm_90a", {"head_dim": 128} | FP8, "wgmma", 128),
-        ("sm_90a", {"head_dim": 128, "batch_invariant": True}, "mma", 128),
+        ("sm_90a", {"head_dim": 128, "batch_invariant": True}, "wgmma", 128),
+        ("sm_90a", {"head_dim": 64, "dtype": "float16", "batch_invariant": True}, "wgmma", 128),
+        ("sm_90a", {"head_dim": 128, "batch_invariant": True} | FP8, "mma", 128),
         ("sm_90a", {"head_dim": 192, "head_dim_v": 128}, "wgmma", 128),
         ("sm_90a", {"head_dim": 192, "head_dim_v": 128} | FP8, "mma", 128),
         ("sm_90a", {"head_dim": 192, "head_dim_v": 128, "batch_invariant": True}, "mma", 128),
@@ -65,6 +67,9 @@ def test_candidates_stand_in_order_with_their_reasons() -> None:
     assert [each.kernel.name for each in found] == ["wgmma", "mma"]
     assert [each.kernel.cost for each in found] == sorted(each.kernel.cost for each in found)
     assert "batch_invariant" in str(found[0].reason)
+    assert "256, 256" in str(found[0].reason)
+    fp8 = AttentionSpec(8, 2, 128, batch_invariant=True, **FP8)
+    assert "order" in str(candidates(fp8, "sm_90a")[0].reason)
     assert found[1].reason is None
     assert "sm_90a" in str(candidates(spec, "sm_80")[0].reason)
     assert "values" in str(candidates(AttentionSpec(8, 2, 64), "sm_90a", VALUES)[0].reason)

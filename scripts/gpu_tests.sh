@@ -53,7 +53,8 @@ sanitize() { # tool, options ...
 case $what in
 all | tests)
     tests attention tests/gpu/test_cuda_attention.py tests/gpu/test_cuda_attention_values.py
-    tests steps tests/gpu/test_cuda_attention_bits.py tests/gpu/test_cuda_attention_graphs.py \
+    tests bits tests/gpu/test_cuda_attention_bits.py tests/gpu/test_cuda_attention_bits_wgmma.py
+    tests steps tests/gpu/test_cuda_attention_graphs.py \
         tests/gpu/test_cuda_attention_calls.py tests/gpu/test_cuda_attention_sanitizer.py
     ;;
 esac

@@ -37,34 +37,6 @@ __device__ __forceinline__ uint64_t normal_policy() {
   return policy;
 }
 
-// Reads what every launch reads again: its line stays in the L2 cache while keys and weights pass through.
-// T of 4, 8 or a multiple of 16 bytes.
-inline constexpr uint64_t kKeepPolicy = 0x14f0000000000000;  // what createpolicy makes of L2::evict_last
-template <typename T>
-__device__ __forceinline__ T load_kept(const T* from) {
-  union {
-    uint32_t words[sizeof(T) / 4];
-    T whole;
-  } x{};
-  if constexpr (sizeof(T) == 4) {
-    asm volatile("ld.global.L2::cache_hint.b32 %0, [%1], %2;"
-                 : "=r"(x.words[0])
-                 : "l"(from), "l"(kKeepPolicy));
-  } else if constexpr (sizeof(T) == 8) {
-    asm volatile("ld.global.L2::cache_hint.v2.b32 {%0, %1}, [%2], %3;"
-                 : "=r"(x.words[0]), "=r"(x.words[1])
-                 : "l"(from), "l"(kKeepPolicy));
-  } else {
-    static_assert(sizeof(T) % 16 == 0);
-#pragma unroll
-    for (int i = 0; i < int(sizeof(T) / 4); i += 4)
-      asm volatile("ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
-                   : "=r"(x.words[i]), "=r"(x.words[i + 1]), "=r"(x.words[i + 2]), "=r"(x.words[i + 3])
-                   : "l"(reinterpret_cast<const char*>(from) + i * 4), "l"(kKeepPolicy));
-  }
-  return x.whole;
-}
-
 // cp.async.ca.shared.global 4 bytes.
 __device__ __forceinline__ void cp_async_4(uint32_t dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
@@ -75,11 +47,6 @@ __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wai
 
 __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-}
-
-// The same for a line that is to stay.
-__device__ __forceinline__ void prefetch_l2_kept(const void* p) {
-  asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(p));
 }
 
 // Into L1, which is not coherent: of what no grid writes while this one runs.

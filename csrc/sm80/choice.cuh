@@ -10,10 +10,6 @@
 #else
 #define FI_VARIANT StandardVariant
 #endif
-// Whether what a first item follows from stays in the L2 cache.
-#if !defined(FI_KEEPS_PLAN)
-#define FI_KEEPS_PLAN 0
-#endif
 // Programmatic dependent launch: the grid starts while the kernel before it ends (sm_90).
 #if !defined(FI_PDL)
 #define FI_PDL FI_SM90A

@@ -237,9 +237,6 @@ __device__ __forceinline__ void arrive(const AttentionParams& p, const LaunchCon
                                        const Work& w, int tid, char* shared) {
   if constexpr (kComposes<Traits>)
     if (w.levels) return arrive_at_levels<Traits>(p, c, control, w, tid, shared);
-  if constexpr (FI_KEEPS_PLAN)
-    if (w.parts_begin + tid < w.parts_end)
-      ptx::prefetch_l1(reinterpret_cast<const int32_t*>(p.plan + p.layout.parts) + w.parts_begin + tid);
   __threadfence();
   ptx::named_barrier(1, kConsumers);
   int32_t* counter = p.counters + kArrivals + w.unit * p.num_kv_heads + w.kv_head;

@@ -61,13 +61,6 @@ __device__ __forceinline__ void warm_units(const AttentionParams& p, const Work&
   for (int i = lane; i < list[0]; i += 32) ptx::prefetch_l2(units + list[1 + i]);
 }
 
-__device__ __forceinline__ void warm_kept(const void* p) {
-  if constexpr (FI_KEEPS_PLAN)
-    ptx::prefetch_l2_kept(p);
-  else
-    ptx::prefetch_l2(p);
-}
-
 // Brings the plan's first lines and the lengths into the L2 cache, by threads that have nothing to do yet:
 // the scheduler finds its way to the first key by reads that depend on each other.
 __device__ __forceinline__ void warm_lengths(const AttentionParams& p, const LaunchConstants& c) {
@@ -78,10 +71,10 @@ __device__ __forceinline__ void warm_lengths(const AttentionParams& p, const Lau
                       : which == 1 ? static_cast<const void*>(p.level.kv_lens)
                       : which == 2 ? static_cast<const void*>(p.level.row_begin)
                                    : static_cast<const void*>(p.level.row_end);
-  if (line * kLine < p.num_requests * size) warm_kept(static_cast<const char*>(array) + line * kLine);
-  if (line == 63 && which == 0) warm_kept(p.plan + p.layout.header);
+  if (line * kLine < p.num_requests * size) ptx::prefetch_l2(static_cast<const char*>(array) + line * kLine);
+  if (line == 63 && which == 0) ptx::prefetch_l2(p.plan + p.layout.header);
   if (line == 63 && which == 1)
-    warm_kept(p.plan + p.layout.items + int64_t(c.num_kv_heads.divide(blockIdx.x)) * sizeof(WorkItem));
+    ptx::prefetch_l2(p.plan + p.layout.items + int64_t(c.num_kv_heads.divide(blockIdx.x)) * sizeof(WorkItem));
 }
 
 // Draws items and works out their exact ranges.
@@ -92,11 +85,11 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
   const auto* header = reinterpret_cast<const PlanHeader*>(p.plan + p.layout.header);
   const auto* queue = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_begin);
   const auto* entries = reinterpret_cast<const int32_t*>(p.plan + p.layout.queue_entries);
-  const bool queued = read(&header->num_queues) > 0;
+  const bool queued = header->num_queues > 0;
   // Code that runs once in a launch comes from far away: none that a plan without bundles does not need.
-  const bool bundles = kBundles<Traits> && !queued && read(header->bundled) > 0;
+  const bool bundles = kBundles<Traits> && !queued && header->bundled[0] > 0;
   Tickets bundled;
-  int tickets = read(&header->num_items) * p.num_kv_heads;
+  int tickets = header->num_items * p.num_kv_heads;
   if (bundles) tickets = bundled.count(p, *header);
   int next = int(blockIdx.x), end = tickets;  // of the tickets, or of this CTA's entries in its queue
   if (queued) {
@@ -162,7 +155,7 @@ __device__ __forceinline__ void schedule(const AttentionParams& p, const LaunchC
     __syncwarp();
     FI_MARK(control, "drawn");
     heads_left = kBundles<Traits> ? heads_left - (1 << w.heads_log2) : 0;
-    if (FI_KEEPS_PLAN ? w.unit >= 0 : kComposes<Traits> && w.levels) warm_units(p, w, lane);
+    if (kComposes<Traits> && w.levels) warm_units(p, w, lane);
     warm_cache<Traits>(p, c, w, lane);
     small = kComposes<Traits> && w.levels && w.tiles < kSmallTiles;
     tiles_ahead += ring_tiles<Traits>(w);
@@ -214,8 +207,7 @@ __device__ __forceinline__ void guide(const AttentionParams& p, const LaunchCons
           const int page = c.page_size.divide(valid ? key : lo);
           found[j][half] = valid ? page : -1;
           if (kIndexed && valid) {
-            found[j][half] = FI_KEEPS_PLAN ? read(indices + int64_t(page) * p.level.index_step)
-                                           : __ldg(indices + int64_t(page) * p.level.index_step);
+            found[j][half] = __ldg(indices + int64_t(page) * p.level.index_step);
             if (found[j][half] < 0) found[j][half] = INT32_MAX;
           }
         }

@@ -119,15 +119,6 @@ __device__ __forceinline__ int node_token(const AttentionParams& p, const Work& 
   return uint32_t(token) < uint32_t(p.num_tokens) ? token : -1;
 }
 
-// Of the plan, or of what a launch is given beside it.
-template <typename T>
-__device__ __forceinline__ T read(const T* from) {
-  if constexpr (FI_KEEPS_PLAN && FI_SM90A)
-    return ptx::load_kept(from);
-  else
-    return *from;
-}
-
 // Where the query tokens of a request begin, and how many of them lie inside of the output, which must not be
 // left whatever qo_indptr says.
 struct QueryTokens {
@@ -135,7 +126,7 @@ struct QueryTokens {
   bool outside;
 };
 __device__ __forceinline__ QueryTokens query_tokens(const AttentionParams& p, int request) {
-  const int begin = read(p.qo_indptr + request), end = read(p.qo_indptr + request + 1);
+  const int begin = p.qo_indptr[request], end = p.qo_indptr[request + 1];
   const bool apart = begin < 0 || end < begin;
   return {begin, apart ? 0 : max(min(end, p.num_tokens) - begin, 0), apart || end > p.num_tokens};
 }
@@ -190,7 +181,7 @@ template <class Traits>
 __device__ __forceinline__ void exact_work(const AttentionParams& p, const LaunchConstants& c, int index,
                                            int kv_head, Work& w) {
   constexpr bool invariant = Traits::kInvariant;
-  const WorkItem item = read(reinterpret_cast<const WorkItem*>(p.plan + p.layout.items) + index);
+  const WorkItem item = reinterpret_cast<const WorkItem*>(p.plan + p.layout.items)[index];
   const LevelParams& level = p.level;
   w.item = index;
   w.request = item.request;
@@ -210,14 +201,13 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
   const QueryTokens tokens = query_tokens(p, item.request);
   const int q_len = foreign ? 0 : tokens.count;
   w.token_begin = tokens.begin;
-  const int64_t row_begin = read(level.row_begin + item.request);
-  const int64_t row_end = read(level.row_end + item.request);
-  int kv_len = read(level.kv_lens + item.request);
+  const int64_t row_begin = level.row_begin[item.request], row_end = level.row_end[item.request];
+  int kv_len = level.kv_lens[item.request];
   w.row_begin = row_begin;
   w.num_items = w.parts_begin = w.parts_end = 0;
   bool moved = false;
   if (w.unit >= 0) {
-    const MergeUnit unit = read(reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units) + w.unit);
+    const MergeUnit unit = reinterpret_cast<const MergeUnit*>(p.plan + p.layout.units)[w.unit];
     w.num_items = unit.num_items;
     w.parts_begin = unit.parts_begin;
     w.parts_end = unit.parts_end;

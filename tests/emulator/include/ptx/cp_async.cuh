@@ -19,12 +19,7 @@ inline void cp_async_16(uint32_t dst, const void* src, uint32_t bytes, uint64_t)
 inline uint64_t read_once_policy() { return 1; }
 inline uint64_t normal_policy() { return 0; }
 
-template <typename T>
-T load_kept(const T* from) {
-  return *from;
-}
 inline void prefetch_l2(const void*) {}
-inline void prefetch_l2_kept(const void*) {}
 inline void prefetch_l1(const void*) {}
 
 }  // namespace fi::ptx

@@ -20,6 +20,7 @@ from fi_backend.core.counters import read_stats, total
 HERE = Path(__file__).parent
 # What tests of the CPU put into the environment of this process, and a GPU must not see.
 _OF_THE_CPU = ("SGLANG_USE_CPU_ENGINE", "TRITON_INTERPRET", "OMP_NUM_THREADS")
+_LAST_WORDS_S = 5
 
 
 class EngineError(Exception):
@@ -36,8 +37,9 @@ def run_engines(
 ) -> dict[str, dict[str, Any]]:
     """Return {"batches", "seconds", "stats", "log": of all} of each run, or raise EngineError with the log.
 
-    All runs share one child process, which is killed with its children after `timeout` seconds. settings:
-    more variables of its environment; stubs: stand-ins for what SGLang imports and a CPU has not.
+    All runs share one child process, which is killed with its children after `timeout` seconds; they write
+    where their threads are then into the log. settings: more variables of its environment; stubs: stand-ins
+    for what SGLang imports and a CPU has not.
     """
     folder.mkdir(exist_ok=True)
     job, result, log = folder / "job.json", folder / "result.json", folder / "log.txt"
@@ -67,13 +69,16 @@ def run_engines(
             [sys.executable, str(HERE / "sglang_run.py"), str(job), str(result)],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**environment, **settings},
+            env={**environment, "PYTHONFAULTHANDLER": "1", **settings},
             start_new_session=True,
         )
         try:
             status: int | str = child.wait(timeout)
         except subprocess.TimeoutExpired:
             status = f"no end after {timeout:.0f} s"
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(child.pid, signal.SIGABRT)
+                child.wait(_LAST_WORDS_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)

@@ -130,7 +130,13 @@ def results(
             )[name]
         except EngineError as error:
             found[name] = {"error": str(error)}
-            print(f"{name:<32}{str(error).splitlines()[-1][:150]}", flush=True)
+            *lines, reason = str(error).splitlines()
+            print(
+                f"{name:<32}{reason[:150]}",
+                *(f"    {line[:200]}" for line in lines[-40:]),
+                sep="\n",
+                flush=True,
+            )
             continue
         found[name] = result
         right = sum(text == answer for text, answer in zip(*_texts(result), strict=True))

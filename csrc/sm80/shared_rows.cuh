@@ -9,7 +9,7 @@
 
 namespace fi::sm80 {
 
-// Where fragments of the queries leave the slices free for logits.
+// Where fragments of the queries leave the slices free for maxima, weights and sums.
 template <class Traits>
 inline constexpr bool kSharesRows =
     Traits::kInvariant && Traits::kQInRegisters && Traits::kColumnWarps == 1 && !kTransformsTiles;

@@ -151,11 +151,6 @@ struct WidenedTiles : Base {
   static constexpr int kBufferBytes = Base::kWidenedBytes / kWidenedTiles;
 };
 
-template <class Traits>
-inline constexpr bool kWidenedView = false;
-template <class Base>
-inline constexpr bool kWidenedView<WidenedTiles<Base>> = true;
-
 // Byte offset of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows.
 __device__ __forceinline__ uint32_t swizzled(int rows, int row, int chunk) {
   return uint32_t((chunk >> 3) * rows * kRowBytes + row * kRowBytes + (((chunk & 7) ^ (row & 7)) << 4));

@@ -7,25 +7,24 @@
 
 namespace fi::sm80 {
 
-// Each barrier by a thread of its own: one thread takes half a microsecond for all, at the beginning of every
-// launch.
+// By one thread: a warp sets one address at a time, so that a thread for each barrier took a microsecond more.
+template <class Traits>
 __device__ __forceinline__ void init_barriers(Control& control) {
-  constexpr int kCounts[] = {2 * kMaxStages, kMaxStages, kSlots, kSlots, kSlots, kRowTiles, kRowTiles};
-  constexpr int kArrivals[] = {kProducers,
-                               kConsumerWarps * ptx::kArrivalsOfWarp,
-                               1,
-                               (kConsumerWarps + kProducerWarps + 1) * ptx::kArrivalsOfWarp,
-                               1,
-                               ptx::kArrivalsOfWarp,
-                               kProducerWarps * ptx::kArrivalsOfWarp};
-  const int at = int(threadIdx.x);
-  int end = 0, arrivals = 0;
-#pragma unroll
-  for (int i = 0; i < 7; ++i) {
-    arrivals = at >= end ? kArrivals[i] : arrivals;
-    end += kCounts[i];
+  constexpr int kReaders = kConsumerWarps + kProducerWarps + 1;
+  for (int i = 0; i < Traits::kStages; ++i) {
+    for (int lap = 0; lap < 2; ++lap)
+      ptx::mbarrier_init(ptx::shared_address(&control.full[lap][i]), kProducers);
+    ptx::mbarrier_init(ptx::shared_address(&control.empty[i]), kConsumerWarps * ptx::kArrivalsOfWarp);
   }
-  if (at < end) ptx::mbarrier_init(ptx::shared_address(&control) + at * 8, arrivals);
+  for (int i = 0; i < kSlots; ++i) {
+    ptx::mbarrier_init(ptx::shared_address(&control.slot_full[i]), 1);
+    ptx::mbarrier_init(ptx::shared_address(&control.draw[i]), 1);
+    ptx::mbarrier_init(ptx::shared_address(&control.slot_empty[i]), kReaders * ptx::kArrivalsOfWarp);
+  }
+  for (int i = 0; i < kRowTiles; ++i) {
+    ptx::mbarrier_init(ptx::shared_address(&control.rows_full[i]), ptx::kArrivalsOfWarp);
+    ptx::mbarrier_init(ptx::shared_address(&control.rows_empty[i]), kProducerWarps * ptx::kArrivalsOfWarp);
+  }
 }
 
 template <class Traits>
@@ -41,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x % 32 == 0) control.marks[threadIdx.x / 32] = 0;
 #endif
   FI_MARK(control, "begun");
-  init_barriers(control);
+  if (threadIdx.x == kSchedulerWarp * 32) init_barriers<Traits>(control);
   __syncthreads();
 #if FI_PDL
   ptx::wait_for_grids();

@@ -245,6 +245,7 @@ __device__ __forceinline__ void arrive(const AttentionParams& p, const LaunchCon
   bool last = false;
   if (tid == 0) last = atomicAdd(counter, 1) == w.num_items - 1;
   if (!ptx::named_barrier_or(1, kConsumers, last)) return;
+  FI_MARK(control, "last of its unit");
   __threadfence();
   if (tid == 0) *counter = 0;
   merge<Traits>(p, c, w, tid, shared);

@@ -36,7 +36,6 @@ struct Work {
 };
 
 struct Control {
-  // Barriers first, in the order of init_barriers().
   uint64_t full[2][kMaxStages], empty[kMaxStages];
   uint64_t slot_full[kSlots], slot_empty[kSlots];
   uint64_t draw[kSlots];  // the producers are nearly through with the item

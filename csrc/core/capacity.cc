@@ -25,10 +25,11 @@ constexpr int64_t kNodeChunks = 16;
 //
 // Sharing: C requests of together at most T_s query tokens are members of at most N nodes, L of them above
 // each other. A node of n rows has at most n / H + 1 tiles, so that all have at most N + L * T_s * group / H.
-// Node tiles are split by the same budget. A composed request has a unit, and at least one part of its own
-// and one of each of its nodes; these and their rows, (L + 1) * C and (L + 1) * T_s * group, are what an
-// unlimited budget leaves. A tile's report list has its length, the members that begin in it, and one that
-// began before.
+// Node tiles are split by the same budget, or, as long as no count is over, by one of at least their own
+// total * heads / CTAs, of which there are at most CTAs / heads. A composed request has a unit, and at least
+// one part of its own and one of each of its nodes; these and their rows, (L + 1) * C and
+// (L + 1) * T_s * group, are what an unlimited budget leaves. A tile's report list has its length, the
+// members that begin in it, and one that began before.
 PlanCapacity plan_capacity(const PlannerConfig& config) {
   const auto expect_int32 = [&](int64_t count) {
     if (count > std::numeric_limits<int32_t>::max())

@@ -63,19 +63,33 @@ FI_DEVICE uint32_t saturating_add(uint32_t a, uint32_t b) {
   return sum < kSaturated ? sum : kSaturated;
 }
 
-// Of non-negative values below 2^63 whose sum is, in pieces that 32 bits can add up for a warp; mostly the
-// first one holds all of them.
-template <class Block>
-FI_DEVICE int64_t warp_sum64(Block& block, int64_t v) {
+// Replaces every value by its sum over a warp. Of non-negative values below 2^63 whose sums are, in pieces
+// that 32 bits can add up for a warp; mostly the first one holds all of them. The reductions of several
+// values do not wait for each other.
+template <int N, class Block>
+FI_DEVICE void warp_sums64(Block& block, int64_t (&v)[N]) {
   constexpr int kPiece = 27;
   constexpr uint32_t kMask = (uint32_t(1) << kPiece) - 1;
-  int64_t sum = 0;
+  int64_t sum[N] = {};
   FI_ROLL
   for (int shift = 0;; shift += kPiece) {
-    sum += int64_t(block.warp_sum(uint32_t(v) & kMask)) << shift;
-    v >>= kPiece;
-    if (!block.ballot(v != 0)) return sum;
+    int64_t left = 0;
+    FI_UNROLL
+    for (int k = 0; k < N; ++k) {
+      sum[k] += int64_t(block.warp_sum(uint32_t(v[k]) & kMask)) << shift;
+      v[k] >>= kPiece;
+      left |= v[k];
+    }
+    if (!block.ballot(left != 0)) break;
   }
+  FI_UNROLL
+  for (int k = 0; k < N; ++k) v[k] = sum[k];
+}
+template <class Block>
+FI_DEVICE int64_t warp_sum64(Block& block, int64_t v) {
+  int64_t sum[1] = {v};
+  warp_sums64(block, sum);
+  return sum[0];
 }
 
 template <class Block>

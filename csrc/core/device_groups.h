@@ -23,7 +23,7 @@ struct Groups {
 };
 
 template <class Block>
-using GroupScan = Collectives<Block, 5>;
+using GroupScan = Collectives<Block, 6>;
 
 template <class Block>
 class RequestGroups {

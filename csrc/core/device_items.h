@@ -126,7 +126,7 @@ class ItemEmitter {
     if (item < num_items) {
       k.tile = find_owner(&tiles_.at(kFirstItem, 0), num_tiles_, num_items, item);
       k.item = item_of(item, k.tile);
-      bucket = sort_bucket(uint32_t(k.item.cost), shift);
+      bucket = sort_bucket(c_, k.item, shift);
     }
     k.key = sort_.key(bucket, item < num_items);
     return k;

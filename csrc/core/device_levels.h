@@ -58,8 +58,8 @@ struct NodeCuts {
 // Who decides about levels before the step's budget can be known.
 struct NoBudget {
   static FI_DEVICE bool is_known() { return false; }
-  static FI_DEVICE void set(int64_t) {}
-  static FI_DEVICE int32_t chunk(int) { return 0; }
+  static FI_DEVICE void set(int64_t, int64_t) {}
+  static FI_DEVICE int32_t chunk(int, int32_t) { return 0; }
   static FI_DEVICE int32_t least_chunk() { return 0; }
 };
 
@@ -143,13 +143,13 @@ class LevelChooser {
     }
   }
 
-  // budget: whether it is known as soon as one knows what all tiles cost less with nodes; set(what), by the
-  // last warp, a barrier before it is asked for the chunk() of a tile kind or the least one. Ends with a
-  // barrier.
+  // budget: whether it is known as soon as one knows what all tiles cost less with nodes, and what those of
+  // nodes cost; set(both), by the last warp, a barrier before it is asked for the chunk() of a node of a tile
+  // kind and so many KV tokens, or for the least one that any tile has. Ends with a barrier.
   template <class Budget>
   FI_DEVICE LevelCounts choose(const PlannerConfig& c, const NodeCount& nodes, Budget& budget) {
     const int greatest = nodes.greatest_depth;
-    int64_t saved = 0;  // by this thread's nodes
+    int64_t costs[2] = {0, 0};  // of this thread's nodes: see decide()
     count_ = nodes.nodes;
     FI_ROLL
     for (int depth = greatest;; --depth) {
@@ -157,14 +157,14 @@ class LevelChooser {
       for (int32_t i = thread_; i < count_; i += kThreads) {
         if (depth == greatest) weigh(c, i);
         if (depth == 0)
-          saved += decide(c, i);
+          decide(c, i, costs);
         else if (n_.depth[i] == depth)
           tell_parent(i);
       }
       if (depth == 0) break;
       block_.sync();
     }
-    const LevelCounts all = number(c, saved, budget);
+    const LevelCounts all = number(c, costs, budget);
     link(c, all, budget);
     return all;
   }
@@ -215,12 +215,12 @@ class LevelChooser {
     block_.add(&m_.saved[parent], pays ? below - cost : saved);
   }
 
-  // Each node decides for itself what is kept above it, without waiting for those. Returns what the requests'
-  // tiles cost less for this node than its tiles cost, 0 where it is not kept.
-  FI_DEVICE int64_t decide(const PlannerConfig& c, int32_t i) {
+  // Each node decides for itself what is kept above it, without waiting for those. Where it is kept, adds to
+  // `costs` what the requests' tiles cost less for this node than its tiles cost, and what these cost.
+  FI_DEVICE void decide(const PlannerConfig& c, int32_t i, int64_t (&costs)[2]) {
     const int32_t depth = n_.depth[i];
     int32_t above = -1, start = 0, kept = 0;
-    int64_t saved = 0;
+    int64_t saved = 0, own = 0;
     FI_ROLL
     for (int32_t up = depth; up >= 0; --up) {
       const int32_t node = up > 0 ? l_.path[up - 1][i] : i, end = tokens_to(node);
@@ -228,9 +228,10 @@ class LevelChooser {
       if (up == 0) {
         m_.above[i] = uint8_t(kept);
         saved = int64_t(m_.below[i] - m_.key_cost[i]) * (end - start);
+        own = int64_t(m_.key_cost[i]) * (end - start);
       }
       if (kept >= c.sharing.max_levels || !pays) {
-        if (up == 0) saved = 0;
+        if (up == 0) saved = own = 0;
         continue;
       }
       above = node;
@@ -238,22 +239,24 @@ class LevelChooser {
       ++kept;
     }
     m_.kept[i] = int16_t(above);
-    return saved;
+    costs[0] += saved;
+    costs[1] += own;
   }
 
   FI_DEVICE bool is_kept(int32_t i) const { return i < count_ && m_.kept[i] == i; }
   FI_DEVICE uint32_t lanes_before() const { return (1u << lane_) - 1; }
 
-  // Writes the kept nodes, whose places each thread learns of its own. saved: by this thread's. Has a barrier
+  // Writes the kept nodes, whose places each thread learns of its own. costs: of this thread's. Has a barrier
   // behind what was decided, and ends with one.
   template <class Budget>
-  FI_DEVICE LevelCounts number(const PlannerConfig& c, int64_t saved, Budget& budget) {
+  FI_DEVICE LevelCounts number(const PlannerConfig& c, int64_t (&costs)[2], Budget& budget) {
     constexpr uint32_t kSeveralRows = 1u << kForestDepth;
     LevelCounts all{};
     uint32_t of_roots = 0;  // query tokens of this thread's kept nodes that have none above
     uint32_t found = 0;     // a bit a level, and kSeveralRows
     // The last warp has mostly no node: it works out the budget while the others number theirs.
     const bool last = thread_ >= kThreads - kWarp, counts = !last || count_ > kThreads - kWarp;
+    warp_sums64(block_, costs);
     int32_t base = 0;
     FI_ROLL
     do {
@@ -273,7 +276,7 @@ class LevelChooser {
           found |= kSeveralRows;
       }
       scan_.post(3, int64_t(block_.warp_or(found)) << kWarp | block_.warp_sum(of_roots));
-      scan_.post(4, warp_sum64(block_, saved));
+      for (int k = 0; k < 2; ++k) scan_.post(4 + k, costs[k]);
       scan_.begin_scan(at);
       base += kThreads;
       if (!counts) break;
@@ -289,7 +292,11 @@ class LevelChooser {
       all.tiles += int32_t(total[1]);
       all.tokens += int32_t(total[2]);
     } while (base < count_);
-    if (last && budget.is_known()) budget.set(warp_sum64(block_, scan_.posted(4)));
+    if (last && budget.is_known()) {
+      for (int k = 0; k < 2; ++k) costs[k] = scan_.posted(4 + k);
+      warp_sums64(block_, costs);
+      budget.set(costs[0], costs[1]);
+    }
     if (counts) {
       found = block_.warp_or(uint32_t(scan_.posted(3) >> kWarp));
       const uint32_t tokens = block_.warp_sum(uint32_t(scan_.posted(3)));
@@ -398,7 +405,7 @@ class LevelChooser {
     FI_ROLL
     for (;;) {
       const int32_t length = tokens_to(node) - (parent < 0 ? 0 : tokens_to(parent));
-      const Split s = split_tile(c, kNode, length, budget.chunk(l_.kind(m_.index[node])));
+      const Split s = split_tile(c, kNode, length, budget.chunk(l_.kind(m_.index[node]), length));
       chunks += s.chunks;
       if (node == i) {
         m_.cuts.chunk_len[to] = s.chunk_len;

@@ -63,11 +63,13 @@ class DevicePlanner {
       const DevicePlanner& p = planner;
       return p.made_ && p.a_.cost_shift == 0 && has_many_tickets(p.c_, p.num_tiles_);
     }
-    FI_DEVICE void set(int64_t saved) {
-      planner.budgets_.set_chunks(ideal_budget(planner.c_, planner.flat_total_ - saved, 0));
+    FI_DEVICE void set(int64_t saved, int64_t nodes) {
+      planner.budgets_.set_ideal_chunks(planner.flat_total_ - saved, nodes);
     }
-    FI_DEVICE int32_t chunk(int kind) const { return planner.budgets_.last_warps_chunk(kind); }
-    FI_DEVICE int32_t least_chunk() const { return planner.budgets_.last_warps_chunk(kNumTiles); }
+    FI_DEVICE int32_t chunk(int kind, int32_t length) const {
+      return planner.budgets_.last_warps_node_chunk(kind, length);
+    }
+    FI_DEVICE int32_t least_chunk() const { return planner.budgets_.last_warps_least_chunk(); }
   };
   FI_DEVICE LevelsBudget levels_budget() { return {*this}; }
 
@@ -205,7 +207,7 @@ class DevicePlanner {
     Budget budget{};
     // With many tickets a step that has levels is composed without a question.
     if (!many_tickets || count_.nodes == 0)
-      budget = budgets_.choose(tiles, num_tiles_, flat_total_, many_tickets);
+      budget = budgets_.choose(tiles, num_tiles_, num_tiles_, flat_total_, 0, many_tickets);
     if constexpr (kShares)
       if (count_.nodes > 0) compose(tile_begin, tiles, many_tickets, budget);
     Counts use;
@@ -242,7 +244,7 @@ class DevicePlanner {
   FI_DEVICE void compose(const int32_t* tile_begin, Tiles tiles, bool many_tickets, Budget& budget) {
     const int32_t flat_tiles = num_tiles_;
     // No less than 0: what is saved is a part of what this thread's tiles cost.
-    int64_t cost = flat_cost_ - set_own_tiles(tile_begin, tiles, true);
+    int64_t cost[2] = {flat_cost_ - set_own_tiles(tile_begin, tiles, true), 0};  // of all tiles, of nodes'
     num_tiles_ += count_.tiles;
     // By the threads whose tiles they are later: other warps than those of the requests, which need other
     // code.
@@ -252,14 +254,17 @@ class DevicePlanner {
       const Tile tile = node_tile(j, levels_->begin(j), levels_->end[j], levels_->kind(j), tokens * c_.group,
                                   i - levels_->tile[j]);
       set_tile(tiles, flat_tiles + i, tile);
-      cost += scale_cost(tile_cost(c_, tile.kind, tile.kv_end - tile.kv_begin), a_.cost_shift);
+      cost[1] += scale_cost(tile_cost(c_, tile.kind, tile.kv_end - tile.kv_begin), a_.cost_shift);
     }
+    cost[0] += cost[1];
     if (count_.single_rows) node_emitter(tile_begin, tiles, flat_tiles).count_members(0);
-    all_.post(0, warp_sum64(block_, cost));
+    warp_sums64(block_, cost);
+    for (int k = 0; k < 2; ++k) all_.post(k, cost[k]);
     all_.meet();
-    const int64_t total = warp_sum64(block_, all_.posted(0));
+    for (int k = 0; k < 2; ++k) cost[k] = all_.posted(k);
+    warp_sums64(block_, cost);
     if (count_.single_rows) node_emitter(tile_begin, tiles, flat_tiles).add_members();
-    const Budget composed = budgets_.choose(tiles, num_tiles_, total, many_tickets);
+    const Budget composed = budgets_.choose(tiles, num_tiles_, flat_tiles, cost[0], cost[1], many_tickets);
     if (many_tickets || is_quicker(c_, composed.time, budget.time, a_.cost_shift)) {
       budget = composed;
       return;
@@ -337,6 +342,7 @@ class DevicePlanner {
   template <class Tiles>
   FI_DEVICE uint32_t split_tiles(Tiles tiles, Budget& budget, Counts& use, int32_t flat_tiles) {
     const PlanCapacity& cap = a_.capacity;
+    bool own_share = kShares && count_.nodes > 0;  // nodes have a budget of their own
     FI_ROLL
     for (;;) {
       uint32_t greatest = 0;
@@ -376,7 +382,9 @@ class DevicePlanner {
       if (int32_t(use[0]) <= cap.items && int32_t(use[1]) <= cap.units && int32_t(use[2]) <= cap.parts &&
           int32_t(use[3]) <= cap.partial_rows)
         return greatest;
-      budget.item = budget.item < kMaxBudget / 2 ? 2 * budget.item : kMaxBudget;
+      // The step's budget alone may be enough.
+      if (!own_share) budget.item = budget.item < kMaxBudget / 2 ? 2 * budget.item : kMaxBudget;
+      own_share = false;
       budgets_.set_chunks(budget.item);
     }
   }
@@ -394,7 +402,7 @@ class DevicePlanner {
     Split own{};
     FI_ROLL
     for (bool first = true;; first = false) {
-      const Split s = split_tile(c_, level, length, budgets_.chunk(kind));
+      const Split s = split_tile(c_, level, length, budgets_.chunk(kind, length, !first || level == kNode));
       if (first)
         own = s;
       else

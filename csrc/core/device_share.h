@@ -33,7 +33,7 @@ template <class Block, bool kBeside>
 struct DeviceShareMemory {
   using Planning = typename DevicePlanner<Block, true>::Memory;
   struct None {};
-  CollectiveSlots<Block::kThreads / kWarp, 5> slots;
+  typename GroupScan<Block>::Slots slots;
   Inbox inbox;
   union {
     ForestMemory leaders;   // until depths are found

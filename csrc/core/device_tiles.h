@@ -75,8 +75,9 @@ FI_DEVICE Tile tile_at(const Tiles& tiles, int32_t t) {
 template <int kWarps>
 struct BudgetMemory {
   int64_t load[kWarps], largest[kWarps], counts[kWarps];
-  // KV tokens of an item by query tile, and the least of them; each warp's own copy.
-  int32_t chunk[kWarps][kNumTiles + 1];
+  // KV tokens of an item by query tile, each warp's own copy: by the step's budget and by node_budget().
+  int32_t chunk[kWarps][2 * kNumTiles];
+  int32_t least[kWarps];  // of the former
 };
 
 // kTiles: of requests and nodes, and so of requests.

@@ -113,7 +113,7 @@ class UncutPlanner {
         nodes.add_members();
       }
     const bool cut = thread_ < flat_tiles_ && split.chunk_len > budgets_.last_warps_chunk(tile.kind);
-    const typename Sort::Key key = sort_.key(sort_bucket(uint32_t(item.cost), shift), valid);
+    const typename Sort::Key key = sort_.key(sort_bucket(c_, item, shift), valid);
     sort_.count(key, true);
     all_.post(0, warp_sum64(block_, item.cost));
     all_.post(1, block_.ballot(cut) != 0);

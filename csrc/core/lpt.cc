@@ -24,7 +24,7 @@ void sort_longest_first(const PlannerConfig& config, std::span<const WorkItem> i
   const Overlap order = overlap(config, num_nodes, int32_t(items.size()), tall);
   const int shift = sort_shift(config, uint32_t(greatest));
   std::array<uint32_t, kSortBuckets> position{};
-  for (const WorkItem& item : items) ++position[size_t(sort_bucket(uint32_t(item.cost), shift))];
+  for (const WorkItem& item : items) ++position[size_t(sort_bucket(config, item, shift))];
   uint32_t sum = 0;
   for (uint32_t& p : position) sum += std::exchange(p, sum);
   for (int k = 0; k < kBundleSizes; ++k) {
@@ -32,7 +32,7 @@ void sort_longest_first(const PlannerConfig& config, std::span<const WorkItem> i
     header.bundled[k] = bucket < kSortBuckets ? int32_t(items.size() - position[size_t(bucket)]) : 0;
   }
   for (const WorkItem& item : items)
-    sorted[order.place(int32_t(position[size_t(sort_bucket(uint32_t(item.cost), shift))]++))] = item;
+    sorted[order.place(int32_t(position[size_t(sort_bucket(config, item, shift))]++))] = item;
 }
 
 void assign_queues(std::span<const WorkItem> items, int32_t num_kv_heads, int32_t num_queues, int32_t* begin,

@@ -138,6 +138,27 @@ FI_HOST_DEVICE int32_t chunk_tokens(const PlannerConfig& c, int kind, int64_t bu
   return saturate32((tokens + align - 1) & -align);
 }
 
+// What an item of a node may cost, unless the step's budget is less. ideal: ideal_budget() of the nodes'
+// tiles alone. With the nodes' own share of the CTAs all CTAs read nodes first and requests afterwards, whose
+// last items then fold few rows each, where the last item of a node would fold all rows of its tile. At least
+// three times what its state costs.
+FI_HOST_DEVICE int64_t node_share(const PlannerConfig& c, int64_t ideal) {
+  const int64_t share = candidate_budget(ideal, 0), least = 3 * int64_t(c.share_cost);
+  return share > least ? share : least;
+}
+
+// The same where the requests have `tiles`: where these do not give every CTA an item, more items of nodes
+// would only make a second wave.
+FI_HOST_DEVICE int64_t node_budget(const PlannerConfig& c, int64_t ideal, int64_t tiles) {
+  return tiles * c.num_kv_heads > c.num_ctas ? node_share(c, ideal) : kMaxBudget;
+}
+
+// KV tokens of one item of a node of `length` tokens, by chunk_tokens() of the step's budget and of
+// node_budget(): what the step's budget leaves whole stays whole.
+FI_HOST_DEVICE int32_t node_chunk(int32_t length, int32_t chunk, int32_t of_nodes) {
+  return length > chunk && of_nodes < chunk ? of_nodes : chunk;
+}
+
 FI_HOST_DEVICE uint32_t chunk_count(int32_t kv_tokens, int32_t chunk) {
   return kv_tokens <= chunk ? 1 : ceil_div32(uint32_t(kv_tokens), uint32_t(chunk));
 }
@@ -234,7 +255,12 @@ FI_HOST_DEVICE int sort_shift(const PlannerConfig& c, uint32_t greatest_cost) {
   return width > kSortBits ? width - kSortBits : 0;
 }
 
-FI_HOST_DEVICE int sort_bucket(uint32_t cost, int shift) { return kSortBuckets - 1 - int(cost >> shift); }
+// Nodes' items are drawn before all others, whatever they cost: whoever draws a request's item late folds
+// that request's rows only.
+FI_HOST_DEVICE int sort_bucket(const PlannerConfig& c, const WorkItem& item, int shift) {
+  if (c.longest_first && item.flags & kPrefix) return 0;
+  return kSortBuckets - 1 - int(uint32_t(item.cost) >> shift);
+}
 
 // How items are drawn of a step of prefills and decoding requests. Those of the greatest tile are bound by
 // arithmetic, all others by memory, and as a rule cheaper: by cost alone the memory would idle first and the

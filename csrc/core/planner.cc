@@ -78,19 +78,24 @@ void compose_tiles(const PlannerConfig& config, const Composition& composition, 
   }
 }
 
-// The cost of an item at which splitting stops, and the estimated time; -1 where budgets are not compared.
+// The cost of an item at which splitting stops, that of an item of a node which is cut, and the estimated
+// time; -1 where budgets are not compared.
 struct Choice {
-  int64_t budget, time;
+  int64_t budget, node_budget, time;
 };
 
 Choice choose_budget(const PlannerConfig& config, int shift, const std::vector<Tile>& tiles,
                      bool many_tickets) {
-  int64_t total = 0;
-  for (const Tile& t : tiles) total += scale_cost(tile_cost(config, t.kind, t.kv_end - t.kv_begin), shift);
+  int64_t total = 0, nodes = 0, of_requests = 0;
+  for (const Tile& t : tiles) {
+    const int64_t cost = scale_cost(tile_cost(config, t.kind, t.kv_end - t.kv_begin), shift);
+    total += cost;
+    (t.level == kNode ? nodes : of_requests) += t.level == kNode ? cost : 1;
+  }
   const int64_t ideal = ideal_budget(config, total, shift);
-  if (many_tickets) return {ideal, -1};
+  Choice best{ideal, node_budget(config, ideal_budget(config, nodes, shift), of_requests), -1};
+  if (many_tickets) return best;
 
-  Choice best{ideal, -1};
   for (int candidate = 0; candidate < kNumCandidates; ++candidate) {
     const int64_t budget = candidate_budget(ideal, candidate);
     int32_t chunk[kNumTiles];
@@ -106,30 +111,35 @@ Choice choose_budget(const PlannerConfig& config, int shift, const std::vector<T
     }
     for (const Tile& t : tiles) counts += count_items(share(t), largest);
     const int64_t time = estimate_time(config, load, largest, counts);
-    if (is_better(time, best.time)) best = {budget, time};
+    if (is_better(time, best.time)) best = {budget, best.node_budget, time};
   }
   return best;
 }
 
-// Splits the tiles evenly under the budget and returns what the plan would hold.
-PlanCapacity split_tiles(const PlannerConfig& config, int64_t budget, const Composition& composition,
+// Splits the tiles evenly under the budgets and returns what the plan would hold.
+PlanCapacity split_tiles(const PlannerConfig& config, const Choice& choice, const Composition& composition,
                          CutTiles& cut) {
   PlanCapacity use{};
-  int32_t chunk[kNumTiles];
-  for (int i = 0; i < kNumTiles; ++i) chunk[i] = chunk_tokens(config, i, budget);
-  const auto split = [&](const Tile& t) {
-    return split_tile(config, t.level, t.kv_end - t.kv_begin, chunk[t.kind]);
+  int32_t chunk[kNumTiles], of_nodes[kNumTiles];
+  for (int i = 0; i < kNumTiles; ++i) {
+    chunk[i] = chunk_tokens(config, i, choice.budget);
+    of_nodes[i] = chunk_tokens(config, i, choice.node_budget);
+  }
+  const auto split = [&](TileLevel level, int kind, int32_t length) {
+    const bool node = level == kNode;
+    return split_tile(config, level, length,
+                      node ? node_chunk(length, chunk[kind], of_nodes[kind]) : chunk[kind]);
   };
   cut.path_chunks.clear();
   for (const KeptNode& n : composition.nodes) {
     const int32_t above = n.parent < 0 ? 0 : cut.path_chunks[size_t(n.parent)];
-    cut.path_chunks.push_back(above + split_tile(config, kNode, n.end - n.begin, chunk[n.kind]).chunks);
+    cut.path_chunks.push_back(above + split(kNode, n.kind, n.end - n.begin).chunks);
   }
   cut.splits.resize(cut.tiles.size());
   int64_t items = 0, units = 0, parts = 0, rows = 0;
   for (size_t i = 0; i < cut.tiles.size(); ++i) {
     const Tile& t = cut.tiles[i];
-    const Split s = cut.splits[i] = split(t);
+    const Split s = cut.splits[i] = split(t.level, t.kind, t.kv_end - t.kv_begin);
     items += s.chunks;
     rows += int64_t(s.states) * t.q_rows;
     if (t.level == kNode) continue;
@@ -179,10 +189,13 @@ void make_plan(const PlannerConfig& config, std::span<const int32_t> qo_indptr,
       composition.clear();
     }
   }
-  PlanCapacity use = split_tiles(config, choice.budget, composition, *cut);
+  PlanCapacity use = split_tiles(config, choice, composition, *cut);
   while (!fits(use, cap)) {
-    choice.budget = choice.budget < kMaxBudget / 2 ? 2 * choice.budget : kMaxBudget;
-    use = split_tiles(config, choice.budget, composition, *cut);
+    // The step's budget alone may be enough.
+    if (choice.node_budget >= choice.budget)
+      choice.budget = choice.budget < kMaxBudget / 2 ? 2 * choice.budget : kMaxBudget;
+    choice.node_budget = choice.budget;
+    use = split_tiles(config, choice, composition, *cut);
   }
 
   const auto words = [&](int64_t offset) { return reinterpret_cast<int32_t*>(buffer.data() + offset); };

@@ -3,6 +3,8 @@
 
 #include <omp.h>
 
+#include <algorithm>
+
 #include "executor.h"
 
 #if !defined(FI_Q_DTYPE) || !defined(FI_KV_DTYPE)
@@ -35,7 +37,8 @@ bool is_small(const AttentionParams& p, const PlanHeader& header) {
 int32_t heads_together(const AttentionParams& p, const PlanHeader& header, int num_threads, int32_t limit) {
   constexpr int64_t kShare = 8;
   const auto* items = reinterpret_cast<const WorkItem*>(p.plan + p.layout.items);
-  const bool equal = header.num_items > 0 && items[0].cost == items[header.num_items - 1].cost;
+  const bool equal = std::all_of(items, items + header.num_items,
+                                 [&](const WorkItem& item) { return item.cost == items[0].cost; });
   int32_t best = 1;
   for (int32_t n = 2; n <= std::min(header.num_kv_heads, limit); ++n) {
     const int64_t tickets = int64_t(header.num_items) * (header.num_kv_heads / n);

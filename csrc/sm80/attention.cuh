@@ -7,7 +7,8 @@
 
 namespace fi::sm80 {
 
-// By one thread: a warp sets one address at a time, so that a thread for each barrier took a microsecond more.
+// By one thread: a warp sets one address at a time, so that a thread for each barrier took a microsecond
+// more.
 template <class Traits>
 __device__ __forceinline__ void init_barriers(Control& control) {
   constexpr int kReaders = kConsumerWarps + kProducerWarps + 1;

@@ -263,8 +263,8 @@ __device__ __forceinline__ void exact_work(const AttentionParams& p, const Launc
   w.query_tiles = brings_queries<Traits>(w);
 }
 
-// The tickets of a launch. Items are in the order of their costs: one of the last bundled[k - 1] makes one
-// ticket for 2^k neighbouring KV heads, where the next number says nothing else.
+// The tickets of a launch. Behind those of nodes, items are in the order of their costs: one of the last
+// bundled[k - 1] makes one ticket for 2^k neighbouring KV heads, where the next number says nothing else.
 // By a whole warp: lane k knows where those of 2^k heads begin.
 struct Tickets {
   int from = 0, begin = 0;

@@ -17,7 +17,7 @@ using namespace bind;
 
 template <class Block>
 struct Memory {
-  CollectiveSlots<Block::kThreads / kWarp, 5> slots;
+  typename GroupScan<Block>::Slots slots;
   union {
     ForestMemory leaders;
     LevelsMemory choosing;

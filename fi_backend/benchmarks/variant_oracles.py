@@ -72,7 +72,9 @@ class Oracle:
         if self.weights is not None:
             p = self.weights(x) * seen
         else:
-            p = torch.exp(x - x.masked_fill(~seen, -math.inf).amax(-1, keepdim=True).clamp(min=-1e300)) * seen
+            # Masked before the exponential: infinity times 0 is no number.
+            x = x.masked_fill(~seen, -math.inf)
+            p = torch.exp(x - x.amax(-1, keepdim=True).clamp(min=-1e300))
             p = p / p.sum(-1, keepdim=True).clamp(min=1e-300)
         v, size = self.values(request, args)
         o = torch.einsum("hqk,khd->qhd", p, v)

@@ -58,6 +58,11 @@ FI_DEVICE float to_value(Float16 x) {
 #endif
 }
 
+#if defined(__CUDACC__)
+// What reads outside of a tensor find.
+static __device__ const uint64_t zeros = 0;
+#endif
+
 // A tensor parameter as a functor sees it. An index outside of it reads as 0: kernels ask about the keys of
 // whole tiles, and what they get for keys that do not exist is thrown away.
 template <class T, int kDims>
@@ -92,7 +97,13 @@ struct TensorArg {
 #endif
   template <int kDim>
   FI_DEVICE Value at(int64_t offset, bool inside) const {
-    return inside && tensor.data ? to_value(static_cast<const T*>(tensor.data)[offset]) : Value{};
+    const T* const data = static_cast<const T*>(tensor.data);
+#if defined(__CUDACC__)
+    // A read that depends on no condition is made once where many keys ask for the same element.
+    return to_value(*(inside && data ? data + offset : reinterpret_cast<const T*>(&zeros)));
+#else
+    return inside && data ? to_value(data[offset]) : Value{};
+#endif
   }
   template <int kDim, class Index, class... Rest>
   FI_DEVICE auto at(int64_t offset, bool inside, Index index, Rest... rest) const {

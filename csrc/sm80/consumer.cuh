@@ -6,8 +6,8 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/wgmma.cuh"
 #include "softmax.cuh"
+#include "tiles_in_place.cuh"
 #include "transformed_tiles.cuh"
-#include "turned_keys.cuh"
 
 namespace fi::sm80 {
 
@@ -43,6 +43,10 @@ struct Consumer {
   static constexpr int kBlocks = Traits::kWarpColumns / 16;                 // 16-column blocks of the output
   static constexpr int kColumns = kBlocks * 2;                              // fragments of the output
 
+  // On the way to fragments.
+  static constexpr bool kTransformsKeys = Variant::kTransformsKey && !kTransformsInPlace<Traits>;
+  static constexpr bool kTransformsValues = Variant::kTransformsValue && !kTransformsInPlace<Traits>;
+
   const AttentionParams& p;
   const LaunchConstants& c;
   const Work& w;
@@ -65,7 +69,8 @@ struct Consumer {
   // maximum: better no number than a wrong one.
   __device__ __forceinline__ float logit_scale() const {
     float scale = p.scale;
-    if constexpr (!Variant::kTransformsKey) scale *= p.k_scale[kv_head() * p.k_scale_stride];
+    if (!Variant::kTransformsKey || turns_in_place<Traits>(p))
+      scale *= p.k_scale[kv_head() * p.k_scale_stride];
     return kTransform || scale > 0.f ? scale : quiet_nan();
   }
 
@@ -254,10 +259,8 @@ struct Consumer {
     for (int t = 0; t < kStepTiles; ++t)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[t][e] = 0.f;
-    if constexpr (kTurnsFragments<Traits, Variant>)
-      if (Variant::turns_keys(p)) return turned_logits<Traits, Variant>(*this, k_tile, key_begin, s);
     [[maybe_unused]] float whole[kStepTiles];
-    if constexpr (Variant::kTransformsKey) read_key_rows(k_tile, key_begin, whole);
+    if constexpr (kTransformsKeys) read_key_rows(k_tile, key_begin, whole);
     // One ldmatrix reads 16 keys x 2 chunks: one kstep of 16-bit elements, two of 8-bit ones.
     constexpr int kStepsRead = Traits::kFp8 ? 2 : 1;
     const int key = (lane & 7) + ((lane >> 4) << 3);
@@ -266,7 +269,7 @@ struct Consumer {
     for (int i = 0; i < ceil_div(Traits::kKChunks, 2); ++i) {
       uint32_t b[kStepTiles / 2][4];
 #pragma unroll
-      for (int n = 0; n < kStepTiles / 2 && !Variant::kTransformsKey; ++n)
+      for (int n = 0; n < kStepTiles / 2 && !kTransformsKeys; ++n)
         ptx::ldmatrix_x4(b[n], chunk_pair(base, kKvTile, i) + n * 16 * kRowBytes);
 #pragma unroll
       for (int j = 0; j < kStepsRead; ++j) {
@@ -281,7 +284,7 @@ struct Consumer {
         }
 #pragma unroll
         for (int n = 0; n < kStepTiles / 2; ++n) {
-          if constexpr (Variant::kTransformsKey) {
+          if constexpr (kTransformsKeys) {
             multiply_transformed(s[2 * n], a, k_tile, key_begin, 2 * n, step, whole[2 * n]);
             multiply_transformed(s[2 * n + 1], a, k_tile, key_begin, 2 * n + 1, step, whole[2 * n + 1]);
           } else if constexpr (Traits::kFp8) {
@@ -394,7 +397,7 @@ struct Consumer {
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
         const int block = column_warp * kBlocks + n;
-        if constexpr (Variant::kTransformsValue) {
+        if constexpr (kTransformsValues) {
 #pragma unroll
           for (int j = 0; j < kSteps; ++j) {
             const uint4 b = transformed_values<Traits>(p, w, v_tile, kv_head(), key_begin, t + j, block);

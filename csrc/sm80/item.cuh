@@ -9,11 +9,43 @@
 
 namespace fi::sm80 {
 
+// The same where the tiles are transformed in place and several row groups read each: all warps, or those of
+// the batch-invariant mode, transform a part of every tile, and then multiply those of their own.
+template <class Traits, int kRows, class BeforeTile>
+__device__ __forceinline__ void attend_together(Consumer<Traits>& x, Control& control, uint32_t stages,
+                                                Ring<Traits::kStages> stage, int tiles,
+                                                BeforeTile before_tile) {
+  constexpr bool kInvariant = Traits::kInvariant;
+  const int warps = kInvariant ? row_groups(x.w) * Traits::kColumnWarps : kConsumerWarps;
+  const int part = kInvariant ? x.group * Traits::kColumnWarps + x.column_warp : x.warp;
+  const int others = kInvariant ? 0 : x.members - 1;  // whose turn it is goes round
+  const float scale = x.logit_scale();
+#pragma unroll 1
+  for (int i = 0; i < tiles; ++i, stage.advance()) {
+    const uint32_t tile = stages + stage.at * Traits::kStageBytes;
+    const int key_begin = x.w.kv_begin + i * Traits::kKvTile;
+    ptx::mbarrier_wait(full_barrier(control, stage), stage.lap >> 1 & 1);
+    transform_in_place<Traits>(x.p, x.w, x.kv_head(), tile, key_begin, part, warps);
+    ptx::named_barrier(kWideBarrier, warps * 32);
+    if ((i & others) == x.member) {
+      before_tile(i);
+      if (x.group * 16 < x.w.q_rows) x.template step<kRows>(tile, 0, key_begin, scale);
+    }
+    ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[stage.at]), x.lane,
+                              kInvariant ? x.members : 1);
+  }
+}
+
 // This warp's share of an item's tiles, the first being at `stage` of the ring. kRows: 1 where the second row
 // of a lane does not exist.
 template <class Traits, int kRows = 2, class BeforeTile>
 __device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, uint32_t stages,
                                        Ring<Traits::kStages> stage, int tiles, BeforeTile before_tile) {
+  constexpr bool kInPlace = kTransformsInPlace<Traits>;
+  static_assert(!(kInPlace && kHalves<Traits>), "a warp transforms what it reads");
+  if constexpr (kInPlace)
+    if (row_groups(x.w) > 1)
+      return attend_together<Traits, kRows>(x, control, stages, stage, tiles, before_tile);
   const int kv_begin = x.w.kv_begin;
   // Heads of a bundle take turns in the ring, and their warps take turns at their tiles.
   const int heads_log2 = kBundles<Traits> ? x.w.heads_log2 : 0;
@@ -38,6 +70,11 @@ __device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, ui
         for (int half = shared ? x.member & 1 : 0; half < 2; half += 1 + shared)
           x.template step<kRows>(tile, half * (Traits::kKvTile / 2), key_begin, scale);
       } else {
+        if constexpr (kInPlace) {
+          transform_in_place<Traits>(x.p, x.w, x.kv_head(), tile, key_begin, x.column_warp,
+                                     Traits::kColumnWarps);
+          x.sync_columns();
+        }
         x.template step<kRows>(tile, 0, key_begin, scale);
       }
     }

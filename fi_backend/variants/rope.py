@@ -29,8 +29,9 @@ _TURNS = """
     return (product - fi::functions::round(product)) + rest;
   }
 """
-_QUERY = "const float position = float(q_pos + (params.q_offset ? params.q_offset[batch_idx] : 0));"
-_KEY = "const F position = to_float(kv_idx + (params.k_offset ? params.k_offset[batch_idx] : 0));"
+# A tensor that is not given reads as 0.
+_QUERY = "const float position = float(q_pos + params.q_offset[batch_idx]);"
+_KEY = "const F position = to_float(kv_idx + params.k_offset[batch_idx]);"
 _WHOLE_ROW = "return 2 * params.frequencies.size(0) == attention.head_dim;"
 _HALVES = """
   const int half = int(params.frequencies.size(0));

@@ -21,11 +21,27 @@ BATCHES = {
 }
 
 
+# Rows of two heads in tiles of 16, 64 and 128: keys that one warp reads, or several row groups. Warps that
+# share columns, and those that are left in the batch-invariant mode.
+TURNED = {
+    "heads of 80": VariantBatch(dtype="bfloat16", head_dim=80, q_lens=(1, 30, 90), kv_lens=(700, 95, 90)),
+    "batch-invariant, wide heads": VariantBatch(
+        dtype="bfloat16",
+        head_dim=256,
+        q_lens=(1, 30, 90),
+        kv_lens=(700, 95, 90),
+        k_scale=0.5,
+        options={"batch_invariant": True},
+    ),
+}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def modules() -> None:
     """Compile them side by side."""
     plain, invariant = AttentionSpec(4, 2, 64), AttentionSpec(4, 2, 64, batch_invariant=True)
     layers = [(plain, find_variant(name)) for name in NAMES] + [(invariant, find_variant(NAMES[0]))]
+    layers += [(AttentionSpec(4, 2, b.head_dim, **b.options), find_variant("rope")) for b in TURNED.values()]
     jit.build_all(
         [
             kernels.with_variant(emulator_modules.attention_module(spec, ARCH, variant=variant), variant)
@@ -54,6 +70,12 @@ def test_weights_without_a_softmax_in_the_batch_invariant_mode() -> None:
     lens = {"q_lens": (1, 2, 40), "kv_lens": (900, 1150, 700)}
     batch = VariantBatch(dtype="bfloat16", heads=(8, 2), options=options, **lens)
     check_variant(NAMES[0], ORACLES[NAMES[0]], arguments(NAMES[0], batch), batch)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("batch", TURNED.values(), ids=TURNED)
+def test_keys_that_turn(batch: VariantBatch) -> None:
+    check_variant("rope", ORACLES["rope"], arguments("rope", batch), batch)
 
 
 @pytest.mark.usefixtures("emulated")

@@ -37,6 +37,15 @@ inline void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
   };
   machine().meet("stmatrix", {{address, r[0], r[1], r[2], r[3]}, {}}, act);
 }
+inline uint4 load_shared_16(uint32_t address) {
+  uint4 v;
+  std::memcpy(&v, emulator::machine().at(address, 16), 16);
+  return v;
+}
+inline void store_shared_16(uint32_t address, const uint4& v) {
+  emulator::machine().note_writes();
+  std::memcpy(emulator::machine().at(address, 16), &v, 16);
+}
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { load_matrices(r, address, false); }
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) { load_matrices(r, address, true); }
 

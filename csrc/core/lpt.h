@@ -9,9 +9,9 @@
 
 namespace fi {
 
-// Copies `items` to `sorted` by falling cost (by bucket, see plan_rules.h), ties by rising index; as they
-// stand where the configuration says so, or moved by overlap(). The header's `bundled` follows from it.
-// num_nodes: of the plan.
+// Copies `items` to `sorted`: those of nodes, then by falling cost (by bucket, see plan_rules.h), ties by
+// rising index; as they stand where the configuration says so, or moved by overlap(). The header's `bundled`
+// follows from it. num_nodes: of the plan.
 void sort_longest_first(const PlannerConfig& config, std::span<const WorkItem> items, WorkItem* sorted,
                         int32_t num_nodes, PlanHeader& header);
 

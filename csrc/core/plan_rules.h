@@ -147,8 +147,8 @@ FI_HOST_DEVICE int64_t node_share(const PlannerConfig& c, int64_t ideal) {
   return share > least ? share : least;
 }
 
-// The same where the requests have `tiles`: where these do not give every CTA an item, more items of nodes
-// would only make a second wave.
+// The same where the requests have `tiles`: where these are no more items than there are CTAs, more items of
+// nodes would only make a second wave.
 FI_HOST_DEVICE int64_t node_budget(const PlannerConfig& c, int64_t ideal, int64_t tiles) {
   return tiles * c.num_kv_heads > c.num_ctas ? node_share(c, ideal) : kMaxBudget;
 }
@@ -256,10 +256,11 @@ FI_HOST_DEVICE int sort_shift(const PlannerConfig& c, uint32_t greatest_cost) {
 }
 
 // Nodes' items are drawn before all others, whatever they cost: whoever draws a request's item late folds
-// that request's rows only.
+// that request's rows only. They have the first bucket, and the two greatest costs of the others the second.
 FI_HOST_DEVICE int sort_bucket(const PlannerConfig& c, const WorkItem& item, int shift) {
   if (c.longest_first && item.flags & kPrefix) return 0;
-  return kSortBuckets - 1 - int(uint32_t(item.cost) >> shift);
+  const int cost = int(uint32_t(item.cost) >> shift);
+  return kSortBuckets - 1 - (cost < kSortBuckets - 1 ? cost : kSortBuckets - 2);
 }
 
 // How items are drawn of a step of prefills and decoding requests. Those of the greatest tile are bound by
@@ -286,14 +287,16 @@ FI_HOST_DEVICE Overlap overlap(const PlannerConfig& c, int32_t num_nodes, int32_
 FI_HOST_DEVICE bool is_tall(const WorkItem& item) { return item.tile_log2 == tile_log2(kNumTiles - 1); }
 
 // The first bucket whose items may be drawn for 2^log2 KV heads at once, kSortBuckets if there is none: these
-// heads together cost at most half of what a CTA gets of the load, the cost of all items. Without nodes there
-// is none: what memory bounds takes as long one after another, in tickets that are easier to balance.
+// heads together cost at most half of what a CTA gets of the load, the cost of all items. Never the first,
+// that of nodes; the second has two costs, both of which have to be low enough. Without nodes there is none:
+// what memory bounds takes as long one after another, in tickets that are easier to balance.
 FI_HOST_DEVICE int first_bundled_bucket(const PlannerConfig& c, int32_t num_nodes, int64_t load, int shift,
                                         int log2) {
   if (num_nodes == 0) return kSortBuckets;
   const int64_t limit = load * c.num_kv_heads / c.num_ctas >> (log2 + 1);
   const int64_t last = (limit + 1 >> shift) - 1;  // of the buckets that lie below the limit, counted from 0
-  return last < 0 ? kSortBuckets : kSortBuckets - 1 - int(last < kSortBuckets ? last : kSortBuckets - 1);
+  if (last >= kSortBuckets - 2) return last >= kSortBuckets - 1 ? 1 : 2;
+  return last < 0 ? kSortBuckets : kSortBuckets - 1 - int(last);
 }
 
 }  // namespace fi

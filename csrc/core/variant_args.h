@@ -60,7 +60,7 @@ FI_DEVICE float to_value(Float16 x) {
 
 #if defined(__CUDACC__)
 // What reads outside of a tensor find.
-static __device__ const uint64_t zeros = 0;
+[[maybe_unused]] static __device__ const uint64_t zeros = 0;
 #endif
 
 // A tensor parameter as a functor sees it. An index outside of it reads as 0: kernels ask about the keys of

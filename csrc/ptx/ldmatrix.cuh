@@ -26,7 +26,7 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r
 }
 
 // 16 bytes of shared memory, 16 of which an address is a multiple of. These name no memory that they change,
-// so that reads of global memory move over them: between lanes they are ordered by __syncwarp() alone.
+// so that reads of global memory move over them: between lanes they are ordered by barriers alone.
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -9,8 +9,8 @@
 
 namespace fi::sm80 {
 
-// The same where the tiles are transformed in place and several row groups read each: all warps, or those of
-// the batch-invariant mode, transform a part of every tile, and then multiply those of their own.
+// attend() where tiles are transformed in place and several row groups read each: all warps, or those that
+// the batch-invariant mode has, transform a part of every tile, and then multiply those of their own.
 template <class Traits, int kRows, class BeforeTile>
 __device__ __forceinline__ void attend_together(Consumer<Traits>& x, Control& control, uint32_t stages,
                                                 Ring<Traits::kStages> stage, int tiles,

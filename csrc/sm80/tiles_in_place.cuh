@@ -72,6 +72,12 @@ __device__ __forceinline__ void turn_rows(const AttentionParams& p, const TileRo
   }
 }
 
+// One copy for all heights of tiles: the assembler may round differently in two.
+template <class Traits, class Variant>
+__device__ __noinline__ void turn_rows_in_one_copy(const AttentionParams& p, const TileRows& rows) {
+  turn_rows<Traits, Variant>(p, rows);
+}
+
 // By any functor: element d of the row at `row` is transform(load, d, index, whole), where `whole` is what
 // whole_row(load, index) made of it, worked out by one lane. Rows outside of [begin, end) stay as they are.
 template <class Traits, int kHeadDim, class WholeRow, class Transform>
@@ -136,10 +142,12 @@ __device__ __forceinline__ void transform_in_place(const AttentionParams& p, con
   const int count = Traits::kKvTile / parts, begin = part * count;
   TileRows rows{tile, key_begin, begin, begin + count, w.request, kv_head};
   if constexpr (Variant::kTransformsKey) {
-    if (turns_in_place<Traits>(p))
-      turn_rows<Traits, Variant>(p, rows);
-    else
+    if (!turns_in_place<Traits>(p))
       transform_key_rows<Traits>(p, rows);
+    else if constexpr (Traits::kInvariant)
+      turn_rows_in_one_copy<Traits, Variant>(p, rows);
+    else
+      turn_rows<Traits, Variant>(p, rows);
   }
   if constexpr (Variant::kTransformsValue) {
     rows.tile = tile + Traits::kKBytes;

@@ -119,7 +119,7 @@ class Plan:
 
     @property
     def items(self) -> npt.NDArray[Any]:
-        """Work items, longest first: structured array of dtype WORK_ITEM."""
+        """Work items, those of prefix nodes and then longest first: structured array of dtype WORK_ITEM."""
         return self._section(self.layout.items, WORK_ITEM, self.header["num_items"])
 
     @property

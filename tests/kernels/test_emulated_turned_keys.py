@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys turned in the registers of an emulated GPU: rotary embeddings, and which functor is asked."""
+"""Keys turned on an emulated GPU: rotary embeddings, and which functor is asked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_rope(whole: bool) -> None:
-    """Over all elements of a head in registers, over half of them by key_transform."""
+    """Over all elements of a head by key_turns, over half of them by key_transform."""
     batch = VariantBatch(
         dtype="bfloat16",
         heads=(8, 2),

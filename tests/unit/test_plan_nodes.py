@@ -105,18 +105,19 @@ def test_nodes_are_never_cut_longer_than_the_steps_budget_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("members", "nodes"),
+    ("members", "ctas", "nodes"),
     [
-        pytest.param(4, {3008: 10, 2688: 1}, id="32 tickets"),
-        pytest.param(16, {3648: 8, 3584: 1}, id="128 tickets"),
-        pytest.param(17, {2048: 16}, id="136 tickets"),
+        pytest.param(4, 132, {3008: 10, 2688: 1}, id="32 tickets"),
+        pytest.param(16, 128, {3648: 8, 3584: 1}, id="128 tickets for 128"),
+        pytest.param(16, 127, {2240: 14, 1408: 1}, id="128 tickets for 127"),
+        pytest.param(17, 132, {2048: 16}, id="136 tickets"),
     ],
 )
-def test_nodes_have_a_share_of_their_own_where_requests_give_every_cta_an_item(
-    members: int, nodes: dict[int, int]
+def test_nodes_have_a_share_of_their_own_where_requests_have_more_items_than_there_are_ctas(
+    members: int, ctas: int, nodes: dict[int, int]
 ) -> None:
-    """Of 132 CTAs: else more items of nodes would make a second wave."""
-    plan = plan_on_both(decode(1, members, 32768, 2048))
+    """Else more items of nodes would make a second wave."""
+    plan = plan_on_both(decode(1, members, 32768, 2048, num_ctas=ctas))
     assert lengths(plan.items[is_node(plan)]) == nodes
     assert lengths(plan.items[~is_node(plan)]) == {2048: members}
 
@@ -160,7 +161,7 @@ def in_order_of_drawing(plan: Plan, longest_first: bool) -> list[tuple[int, ...]
     return [
         (
             node != longest_first,
-            0 if node or not longest_first else -(int(i["cost"]) >> step),
+            0 if node or not longest_first else -min(254, int(i["cost"]) >> step),
             int(i["request"]),
             int(i["q_begin"]),
             int(i["kv_begin"]),
@@ -186,8 +187,9 @@ def test_items_of_nodes_are_drawn_first_and_in_their_order(longest_first: bool) 
     assert cheaper > 30
 
 
-def test_a_node_is_drawn_before_requests_that_cost_more() -> None:
-    plan = plan_on_both(decode(1, 64, 1024, 4096))
+@pytest.mark.parametrize("own", [4096, pytest.param(3670, id="of the greatest cost that a bucket has")])
+def test_a_node_is_drawn_before_requests_that_cost_more(own: int) -> None:
+    plan = plan_on_both(decode(1, 64, 1024, own))
     assert is_node(plan).tolist() == [True] * 2 + [False] * 64
     assert plan.items["cost"][0] < plan.items["cost"][-1]
     late = plan_on_both(decode(1, 64, 1024, 4096, longest_first=False))

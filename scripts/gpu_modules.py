@@ -4,8 +4,8 @@
     python scripts/gpu_modules.py build/gpu-cache --arch sm_90a
     FI_BACKEND_CACHE_DIR=build/gpu-cache scripts/gpu_tests.sh    # there
 
-A run of the tests spends a third to a half of its time on compiling otherwise. The cache serves the sources
-as they are now: a change of a kernel's file, even of a comment, makes its modules anew.
+Otherwise they are compiled there, while the GPU waits. The cache serves the sources as they are now: a change
+of a kernel's file, even of a comment, makes its modules anew.
 """
 
 from __future__ import annotations

@@ -90,7 +90,10 @@ Choice choose_budget(const PlannerConfig& config, int shift, const std::vector<T
   for (const Tile& t : tiles) {
     const int64_t cost = scale_cost(tile_cost(config, t.kind, t.kv_end - t.kv_begin), shift);
     total += cost;
-    (t.level == kNode ? nodes : of_requests) += t.level == kNode ? cost : 1;
+    if (t.level == kNode)
+      nodes += cost;
+    else
+      ++of_requests;
   }
   const int64_t ideal = ideal_budget(config, total, shift);
   Choice best{ideal, node_budget(config, ideal_budget(config, nodes, shift), of_requests), -1};

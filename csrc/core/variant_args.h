@@ -64,8 +64,10 @@ FI_DEVICE float to_value(Float16 x) {
 #endif
 
 // A tensor parameter as a functor sees it. An index outside of it reads as 0: kernels ask about the keys of
-// whole tiles, and what they get for keys that do not exist is thrown away.
-template <class T, int kDims>
+// whole tiles, and what they get for keys that do not exist is thrown away. kHoisted: on a GPU a read depends
+// on no condition, so that a loop makes it once; where it cannot, that takes more instructions than a
+// condition.
+template <class T, int kDims, bool kHoisted = false>
 struct TensorArg {
   using Value = decltype(to_value(T{}));
   const VariantTensor& tensor;
@@ -99,11 +101,10 @@ struct TensorArg {
   FI_DEVICE Value at(int64_t offset, bool inside) const {
     const T* const data = static_cast<const T*>(tensor.data);
 #if defined(__CUDACC__)
-    // A read that depends on no condition is made once where many keys ask for the same element.
-    return to_value(*(inside && data ? data + offset : reinterpret_cast<const T*>(&zeros)));
-#else
-    return inside && data ? to_value(data[offset]) : Value{};
+    if constexpr (kHoisted)
+      return to_value(*(inside && data ? data + offset : reinterpret_cast<const T*>(&zeros)));
 #endif
+    return inside && data ? to_value(data[offset]) : Value{};
   }
   template <int kDim, class Index, class... Rest>
   FI_DEVICE auto at(int64_t offset, bool inside, Index index, Rest... rest) const {

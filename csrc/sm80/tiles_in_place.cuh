@@ -11,12 +11,13 @@ namespace fi::sm80 {
 
 template <class Traits>
 inline constexpr bool kTransformsInPlace = kTransformsTiles && !Traits::kFp8;
-// Keys whose halves turn against each other, whole chunks of 16 bytes of both. They stay as they are
-// otherwise: products with queries are multiplied by what the cache's elements are.
+template <class Traits>
+inline constexpr bool kMayTurn = kTransformsInPlace<Traits> && Variant::kTurnsKeys;
+// Whether keys only turn. They stay as they are otherwise: products with queries are multiplied by what the
+// cache's elements are.
 template <class Traits>
 __device__ __forceinline__ bool turns_in_place(const AttentionParams& p) {
-  if constexpr (Variant::kTurnsKeys && kTransformsInPlace<Traits> && Traits::kHeadDim % 16 == 0)
-    return Variant::turns_keys(p);
+  if constexpr (kMayTurn<Traits>) return Variant::turns_keys(p);
   return false;
 }
 
@@ -37,38 +38,36 @@ struct TileRows {
 // lane is asked for anything in between.
 template <class Traits, class Variant>
 __device__ __forceinline__ void turn_rows(const AttentionParams& p, const TileRows& rows) {
-  if constexpr (Variant::kTurnsKeys) {
-    using T = typename Traits::T;
-    constexpr int kChunks = Traits::kHeadDim / 16, kLanes = lanes_for(kChunks), kPairs = 8;
-    const int lane = threadIdx.x % 32, chunk = lane % kLanes;
-    if (chunk >= kChunks) return;
-    const uint32_t tile = ptx::shared_address(rows.tile);
+  using T = typename Traits::T;
+  constexpr int kChunks = Traits::kHeadDim / 16, kLanes = lanes_for(kChunks), kPairs = 8;
+  const int lane = threadIdx.x % 32, chunk = lane % kLanes;
+  if (chunk >= kChunks) return;
+  const uint32_t tile = ptx::shared_address(rows.tile);
 #pragma unroll 1
-    for (int row = rows.begin + lane / kLanes; row < rows.end; row += 32 / kLanes) {
-      const uint32_t low = tile + swizzled(Traits::kKvTile, row, chunk);
-      const uint32_t high = tile + swizzled(Traits::kKvTile, row, chunk + kChunks);
-      uint4 a4 = ptx::load_shared_16(low), b4 = ptx::load_shared_16(high);
-      auto& a = reinterpret_cast<uint32_t (&)[kPairs / 2]>(a4);
-      auto& b = reinterpret_cast<uint32_t (&)[kPairs / 2]>(b4);
+  for (int row = rows.begin + lane / kLanes; row < rows.end; row += 32 / kLanes) {
+    const uint32_t low = tile + swizzled(Traits::kKvTile, row, chunk);
+    const uint32_t high = tile + swizzled(Traits::kKvTile, row, chunk + kChunks);
+    uint4 a4 = ptx::load_shared_16(low), b4 = ptx::load_shared_16(high);
+    auto& a = reinterpret_cast<uint32_t (&)[kPairs / 2]>(a4);
+    auto& b = reinterpret_cast<uint32_t (&)[kPairs / 2]>(b4);
 #pragma unroll
-      for (int i = 0; i < kPairs / 2; ++i) {
-        float x[2], y[2];
+    for (int i = 0; i < kPairs / 2; ++i) {
+      float x[2], y[2];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float turns =
-              Variant::template key_turns<float>(p, chunk * kPairs + 2 * i + e, rows.index(row));
-          const float sine = functions::sin_turns(turns), cosine = functions::cos_turns(turns);
-          const float first = float(reinterpret_cast<const T*>(&a[i])[e]);
-          const float second = float(reinterpret_cast<const T*>(&b[i])[e]);
-          x[e] = first * cosine - second * sine;
-          y[e] = second * cosine + first * sine;
-        }
-        a[i] = ptx::pack2<T>(x[0], x[1]);
-        b[i] = ptx::pack2<T>(y[0], y[1]);
+      for (int e = 0; e < 2; ++e) {
+        const float turns =
+            Variant::template key_turns<float>(p, chunk * kPairs + 2 * i + e, rows.index(row));
+        const float sine = functions::sin_turns(turns), cosine = functions::cos_turns(turns);
+        const float first = float(reinterpret_cast<const T*>(&a[i])[e]);
+        const float second = float(reinterpret_cast<const T*>(&b[i])[e]);
+        x[e] = first * cosine - second * sine;
+        y[e] = second * cosine + first * sine;
       }
-      ptx::store_shared_16(low, a4);
-      ptx::store_shared_16(high, b4);
+      a[i] = ptx::pack2<T>(x[0], x[1]);
+      b[i] = ptx::pack2<T>(y[0], y[1]);
     }
+    ptx::store_shared_16(low, a4);
+    ptx::store_shared_16(high, b4);
   }
 }
 
@@ -144,9 +143,9 @@ __device__ __forceinline__ void transform_in_place(const AttentionParams& p, con
   if constexpr (Variant::kTransformsKey) {
     if (!turns_in_place<Traits>(p))
       transform_key_rows<Traits>(p, rows);
-    else if constexpr (Traits::kInvariant)
+    else if constexpr (kMayTurn<Traits> && Traits::kInvariant)
       turn_rows_in_one_copy<Traits, Variant>(p, rows);
-    else
+    else if constexpr (kMayTurn<Traits>)
       turn_rows<Traits, Variant>(p, rows);
   }
   if constexpr (Variant::kTransformsValue) {

@@ -294,7 +294,7 @@ FI_HOST_DEVICE int first_bundled_bucket(const PlannerConfig& c, int32_t num_node
                                         int log2) {
   if (num_nodes == 0) return kSortBuckets;
   const int64_t limit = load * c.num_kv_heads / c.num_ctas >> (log2 + 1);
-  const int64_t last = (limit + 1 >> shift) - 1;  // of the buckets that lie below the limit, counted from 0
+  const int64_t last = ((limit + 1) >> shift) - 1;  // of the buckets that lie below the limit, counted from 0
   if (last >= kSortBuckets - 2) return last >= kSortBuckets - 1 ? 1 : 2;
   return last < 0 ? kSortBuckets : kSortBuckets - 1 - int(last);
 }

@@ -307,11 +307,15 @@ struct Consumer {
       ptx::mma_m16n8k16<U>(d, a, ptx::widen2<U, TKV>(four), ptx::widen2<U, TKV>(four >> 16));
   }
 
+  // Whether all rows see all keys from key_begin on.
+  __device__ __forceinline__ bool sees_all(int key_begin, int keys) const {
+    return key_begin >= inner_begin && key_begin + keys <= inner_end && !kMask;
+  }
+
   // Masks and transforms the logits of keys key_begin .. key_begin + 8 kN - 1.
   template <int kRows = 2, int kN>
   __device__ __forceinline__ void transform(int key_begin, float scale, float (&s)[kN][4]) const {
-    const bool edge = key_begin < inner_begin || key_begin + kN * 8 > inner_end || kMask;
-    if (!edge && !kTransform) return;
+    if (!kTransform && sees_all(key_begin, kN * 8)) return;
     const int first_key = key_begin + (lane % 4) * 2;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

@@ -79,13 +79,14 @@ struct Widened {
  private:
   __device__ __forceinline__ static void start_logits(float (&s)[kTiles][4], const Consumer& x,
                                                       uint32_t buffer) {
-    Products::multiply_keys(s, x, buffer);
+    Products::multiply_keys(s, x, Products::uniform(Products::keys_at(buffer)));
     ptx::wgmma_commit();
   }
 
   __device__ __forceinline__ static void start_values(Consumer& x, const uint32_t (&weights)[kVSteps][4],
                                                       uint32_t buffer) {
-    Products::template multiply_values<0>(x.out, weights, buffer + Traits::kKBytes);
+    Products::template multiply_values<0>(
+        x.out, weights, Products::uniform(Products::keys_at(buffer)) + Products::kValuesBehindKeys);
     ptx::wgmma_commit();
   }
 

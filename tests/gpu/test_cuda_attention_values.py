@@ -132,6 +132,24 @@ def test_a_needle_in_a_long_context(module: str) -> None:
         check_part(layer, part, num_ctas, 1)
 
 
+@pytest.mark.parametrize("module", ["128", "64", "256", "fp16 128", "e4m3 128", "invariant 128"])
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_maxima_that_climb_from_tile_to_tile(tokens: int, module: str) -> None:
+    """Weights by the maximum of the tiles before grow beyond all bounds where logits rise by more at once."""
+    layer = spec(module, 4, 2, scale=0.25, causal=False)
+    levels = [0, 2, 3, 16, 15, 64, 0, 64, 80, 250]  # logits of the keys of each 64, for all rows
+    own = [0, 0, 0, 0, 0, 0, 160, 0, 0, 0]  # and for one row alone
+    sequence = Sequence.random(layer, 64 * len(levels), seed=4)
+    q, k = sequence.q.float() * 0.25, sequence.k.float() * 0.25
+    q[..., 0], q[..., 1] = 4, 0
+    q[-min(tokens, 9), 1, 1] = 4
+    for column, logits in enumerate((levels, own)):
+        k[..., column] = torch.tensor(logits, dtype=torch.float32).repeat_interleave(64)[:, None]
+    sequence = Sequence(q.to(sequence.q.dtype), k.to(sequence.k.dtype), sequence.v)
+    for num_ctas in (1, 8):
+        check_part(layer, (sequence, sequence.k.shape[0] - tokens, sequence.k.shape[0]), num_ctas, 1)
+
+
 @pytest.mark.parametrize("table", ["block", "token", "csr", "ragged"])
 @pytest.mark.parametrize("module", ["64", "fp16 64", "invariant 64"])
 def test_window_zero_is_the_own_token(table: str, module: str) -> None:

@@ -72,6 +72,17 @@ def test_several_modules_are_built_in_one_run(
     assert [load(spec).scaled(1.0) for spec in specs] == [10.0, 11.0, 12.0]
 
 
+def test_a_relative_cache_folder_lies_where_the_caller_stands(
+    cache: Path, tiny: TinyModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ninja runs in a folder of its own, where the same path names another place."""
+    monkeypatch.chdir(tmp_path)
+    [library] = build_all([tiny.spec()], cache_dir=Path("near"))
+    assert library.is_file()
+    assert library.is_relative_to(tmp_path / "near")
+    assert not cache.exists()
+
+
 def test_modules_share_an_object_that_is_the_same(
     cache: Path, tiny: TinyModule, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,7 +66,8 @@ def build_all(
     modules that did build are kept.
     """
     specs = list(specs)
-    cache_dir = cache_dir or env.cache_dir()
+    # ninja runs in a folder of its own, where a relative path would name another place.
+    cache_dir = (cache_dir or env.cache_dir()).absolute()
     places = {spec: locate(spec, cache_dir, portable=portable) for spec in specs}
     missing = {spec: place for spec, place in places.items() if place.ready is None}
     if missing:

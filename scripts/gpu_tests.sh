@@ -3,7 +3,8 @@
 # Runs the tests that need a CUDA device, each group in a process of its own, so that a kernel that hangs
 # costs one group and not the run.
 #
-#   scripts/gpu_tests.sh [all|tests|masks|variants|prefixes|faults|arrays|others|sanitizer|memcheck|racecheck]
+#   scripts/gpu_tests.sh [all|tests|attention|bits|steps|masks|variants|prefixes|faults|arrays|others|
+#                         sanitizer|memcheck|racecheck]
 #
 # PYTHON: the interpreter (default python3). PYTEST_ARGS: for pytest. SANITIZER_ARGS: for compute-sanitizer,
 # such as "--racecheck-report all", which names threads. LIMIT: seconds a group may take (default 180). Exits
@@ -51,9 +52,21 @@ sanitize() { # tool, options ...
 }
 
 case $what in
-all | tests)
-    tests attention tests/gpu/test_cuda_attention.py tests/gpu/test_cuda_attention_values.py
-    tests bits tests/gpu/test_cuda_attention_bits.py tests/gpu/test_cuda_attention_bits_wgmma.py
+all | tests | attention | bits | steps | masks | variants | prefixes | faults | arrays | others) ;;
+sanitizer | memcheck | racecheck) ;;
+*)
+    echo "$0: expected all or a group of tests (see the head of this file); got '$what'" >&2
+    exit 2
+    ;;
+esac
+case $what in
+all | tests | attention) tests attention tests/gpu/test_cuda_attention.py tests/gpu/test_cuda_attention_values.py ;;
+esac
+case $what in
+all | tests | bits) tests bits tests/gpu/test_cuda_attention_bits.py tests/gpu/test_cuda_attention_bits_wgmma.py ;;
+esac
+case $what in
+all | tests | steps)
     tests steps tests/gpu/test_cuda_attention_graphs.py \
         tests/gpu/test_cuda_attention_calls.py tests/gpu/test_cuda_attention_sanitizer.py
     ;;

@@ -19,12 +19,13 @@ from fi_backend.errors import UnsupportedError
 
 METHOD = (
     "Microseconds of one layer: median of graph replays, behind 20 ms of its own that do not count, over "
-    "layers with KV of their own (more than twice the L2 cache between two uses of a byte), less that of the "
-    "unrelated 4096 x 4096 product behind each layer, timed alone in the same way. In each run everyone is "
-    "measured once, in changing order; figures are medians over runs. ratio: geometric mean over runs of ours / best peer; ratio_upper95: "
-    "exp(mean + t(0.95, runs - 1) sd / sqrt(runs)) of its logarithms. best_peer: the fastest whose rms error "
-    "is at most 3 times the row's smallest, and which takes the problem as it stands. Errors: against "
-    "float64 on sampled rows of a replay that overwrites NaN."
+    "layers with KV of their own (more than twice the L2 cache between two uses of a byte), less that of "
+    "the unrelated 4096 x 4096 product behind each layer, timed alone in the same way. In each run "
+    "everyone is measured once, in changing order; figures are medians over runs. ratio: geometric mean "
+    "over runs of ours / best peer; ratio_upper95: exp(mean + t(0.95, runs - 1) sd / sqrt(runs)) of its "
+    "logarithms. best_peer: the fastest whose rms error is at most 3 times the row's smallest, and which "
+    "takes the problem as it stands. Errors: against float64 on sampled rows of a replay that overwrites "
+    "NaN."
 )
 
 

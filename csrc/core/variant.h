@@ -55,13 +55,15 @@ struct KeyRange {
 //   key_transform     the same of dequantised keys, with key_row(); only asked when kTransformsKey
 //   value_transform   element `d` of a value, dequantised by v_scale too; only asked when kTransformsValue
 //   key_turns         by how many turns key_transform() turns elements `pair` and pair + head_dim / 2 of a
-//                     key, where kTurnsKeys and turns_keys() say that it does nothing else
+//                     key, or 2 pair and 2 pair + 1 (kTurnsNeighbours), where kTurnsKeys and turns_keys() say
+//                     that it does nothing else; by as many more from each key to the next (kTurnsEvenly)
 // In kernels for GPUs kMasks and kTransformsLogits stand for the has_*() of what the spec does not ask for,
 // and kShares says that nothing depends on the row's position: rows of many requests may read keys together.
 struct StandardVariant {
   static constexpr bool kSoftmax = true, kTransformsQuery = false, kTransformsKey = false;
   static constexpr bool kTransformsValue = false, kTransformsOutput = false, kTransformsLogits = false;
   static constexpr bool kMasks = false, kShares = true, kTurnsKeys = false;
+  static constexpr bool kTurnsEvenly = false, kTurnsNeighbours = false;
   FI_HOST_DEVICE static bool turns_keys(const AttentionParams&) { return false; }
 
   // The element mask may differ between the heads of a KV head's group.

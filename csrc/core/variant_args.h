@@ -58,16 +58,9 @@ FI_DEVICE float to_value(Float16 x) {
 #endif
 }
 
-#if defined(__CUDACC__)
-// What reads outside of a tensor find.
-[[maybe_unused]] static __device__ const uint64_t zeros = 0;
-#endif
-
 // A tensor parameter as a functor sees it. An index outside of it reads as 0: kernels ask about the keys of
-// whole tiles, and what they get for keys that do not exist is thrown away. kHoisted: on a GPU a read depends
-// on no condition, so that a loop makes it once; where it cannot, that takes more instructions than a
-// condition.
-template <class T, int kDims, bool kHoisted = false>
+// whole tiles, and what they get for keys that do not exist is thrown away.
+template <class T, int kDims>
 struct TensorArg {
   using Value = decltype(to_value(T{}));
   const VariantTensor& tensor;
@@ -100,10 +93,6 @@ struct TensorArg {
   template <int kDim>
   FI_DEVICE Value at(int64_t offset, bool inside) const {
     const T* const data = static_cast<const T*>(tensor.data);
-#if defined(__CUDACC__)
-    if constexpr (kHoisted)
-      return to_value(*(inside && data ? data + offset : reinterpret_cast<const T*>(&zeros)));
-#endif
     return inside && data ? to_value(data[offset]) : Value{};
   }
   template <int kDim, class Index, class... Rest>

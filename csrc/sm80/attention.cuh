@@ -26,6 +26,11 @@ __device__ __forceinline__ void init_barriers(Control& control) {
     ptx::mbarrier_init(ptx::shared_address(&control.rows_full[i]), ptx::kArrivalsOfWarp);
     ptx::mbarrier_init(ptx::shared_address(&control.rows_empty[i]), kProducerWarps * ptx::kArrivalsOfWarp);
   }
+  if constexpr (kTurnsEvenly<Traits>) {
+    for (int i = 0; i < Traits::kStages; ++i)
+      ptx::mbarrier_init(ptx::shared_address(&control.turned[i]), kConsumerWarps * ptx::kArrivalsOfWarp);
+    for (int i = 0; i < kConsumerWarps; ++i) control.turned_laps[i] = 0;
+  }
 }
 
 template <class Traits>

@@ -134,7 +134,9 @@ struct Consumer {
     constexpr int kMine = Traits::kHeadDim / 8 / 2 / Traits::kColumnWarps;
     // Few rows, as a decoding request has: less code to fetch, and a quarter of the addresses.
     constexpr int kFew = Traits::kColumnWarps == 1 && kMine % 4 == 0 ? kMine / 4 : kMine;
-    if (kFew < kMine && w.q_rows <= group * 16 + 4)
+    if constexpr (Variant::kTransformsQuery)
+      transform_queries();
+    else if (kFew < kMine && w.q_rows <= group * 16 + 4)
       copy_queries<kFew, kMine>();
     else
       copy_queries<kMine, kMine>();
@@ -169,12 +171,7 @@ struct Consumer {
           if (token < 0) continue;
         }
         const T* q_row = from + int64_t(token) * p.q_stride_token + int64_t(head) * p.q_stride_head;
-        if constexpr (Variant::kTransformsQuery)
-          raw[i] = transformed_query(
-              q_row, chunk * 8,
-              {w.request, token, w.first_pos + token, w.token_begin + token, head, kv_head()});
-        else
-          raw[i] = __ldg(reinterpret_cast<const uint4*>(q_row + chunk * 8));
+        raw[i] = __ldg(reinterpret_cast<const uint4*>(q_row + chunk * 8));
       }
     }
     sync_columns();  // the results of the item before have left the slice
@@ -182,15 +179,43 @@ struct Consumer {
     for (int i = 0; i < kAll; ++i) {
       int row, chunk;
       place(i, row, chunk);
-      const uint4 x = i < kCopies ? raw[i] : make_uint4(0, 0, 0, 0);
-      if constexpr (Traits::kFp8) {
-        // A fragment of fp8 keys holds four neighbours a lane, so the columns of Q are permuted alike.
-        const int block = chunk / 2 * 2, half = chunk % 2 * 8;
-        *reinterpret_cast<uint2*>(slice + swizzled(16, row, block) + half) = make_uint2(x.x, x.z);
-        *reinterpret_cast<uint2*>(slice + swizzled(16, row, block + 1) + half) = make_uint2(x.y, x.w);
-      } else {
-        *reinterpret_cast<uint4*>(slice + query_at(row, chunk)) = x;
+      put_query(row, chunk, i < kCopies ? raw[i] : make_uint4(0, 0, 0, 0));
+    }
+    if constexpr (kWideHeads<Traits>) ptx::fence_async_shared();
+    sync_columns();
+  }
+
+  __device__ __forceinline__ void put_query(int row, int chunk, const uint4& x) {
+    if constexpr (Traits::kFp8) {
+      // A fragment of fp8 keys holds four neighbours a lane, so the columns of Q are permuted alike.
+      const int block = chunk / 2 * 2, half = chunk % 2 * 8;
+      *reinterpret_cast<uint2*>(slice + swizzled(16, row, block) + half) = make_uint2(x.x, x.z);
+      *reinterpret_cast<uint2*>(slice + swizzled(16, row, block + 1) + half) = make_uint2(x.y, x.w);
+    } else {
+      *reinterpret_cast<uint4*>(slice + query_at(row, chunk)) = x;
+    }
+  }
+
+  // copy_queries() by way of a functor, whose code may be long and runs once an item: one copy of it.
+  __device__ __forceinline__ void transform_queries() {
+    constexpr int kChunks = Traits::kHeadDim / 8;
+    const T* from = static_cast<const T*>(p.q) + int64_t(w.token_begin) * p.q_stride_token;
+    sync_columns();  // the results of the item before have left the slice
+#pragma unroll 1
+    for (int at = column_warp * 32 + lane; at < 16 * kChunks; at += 32 * Traits::kColumnWarps) {
+      const int row = at / kChunks, chunk = at % kChunks;
+      uint4 x = make_uint4(0, 0, 0, 0);
+      if (group * 16 + row < w.q_rows) {
+        const int packed = w.q_begin + group * 16 + row;
+        int token = c.group.divide(packed);
+        const int head = kv_head() * p.group + packed - token * p.group;
+        if (kComposes<Traits> && w.tokens >= 0) token = node_token(p, w, token);
+        if (token >= 0)
+          x = transformed_query(
+              from + int64_t(token) * p.q_stride_token + int64_t(head) * p.q_stride_head, chunk * 8,
+              {w.request, token, w.first_pos + token, w.token_begin + token, head, kv_head()});
       }
+      put_query(row, chunk, x);
     }
     if constexpr (kWideHeads<Traits>) ptx::fence_async_shared();
     sync_columns();

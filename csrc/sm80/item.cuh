@@ -36,6 +36,54 @@ __device__ __forceinline__ void attend_together(Consumer<Traits>& x, Control& co
   }
 }
 
+// attend() where keys turn by the same from each to the next: all warps turn a part of every tile, and one of
+// each row group multiplies it. Nobody waits but who multiplies, so that others go on with the next tiles.
+// Sines are worked out for the first key of a lane, and anew every kExact tiles, before errors of float32 add
+// up.
+template <class Traits, int kRows>
+__device__ __forceinline__ void attend_turning(Consumer<Traits>& x, Control& control, uint32_t stages,
+                                               Ring<Traits::kStages> stage, int tiles) {
+  using Lanes = TurningLanes<Traits>;
+  constexpr int kExact = 32, kShare = Traits::kKvTile / kConsumerWarps;
+  constexpr int kPasses = ceil_div(kShare, Lanes::kRows);
+  const int chunk = min(x.lane % Lanes::kLanes, Lanes::kChunks - 1), row_of_share = x.lane / Lanes::kLanes;
+  const bool turns = x.lane % Lanes::kLanes < Lanes::kChunks && row_of_share < kShare;
+  const int row = x.warp * kShare + row_of_share;
+  KeyIndexOf<int> key{x.w.request, x.w.kv_begin + row, x.w.kv_head};
+  const Phases by_pass = phases_of<Traits, Variant>(x.p, chunk, key, Lanes::kRows);
+  const Phases by_tile =
+      phases_of<Traits, Variant>(x.p, chunk, key, Traits::kKvTile - (kPasses - 1) * Lanes::kRows);
+  uint32_t laps = control.turned_laps[x.warp];  // of each stage, a bit: how often it has been turned
+  const float scale = x.logit_scale();
+  const int others = x.members - 1;  // whose turn it is goes round
+  int key_begin = x.w.kv_begin;
+#pragma unroll 1
+  for (int begin = 0; begin < tiles; begin += kExact) {
+    key.kv_pos = key_begin + row;
+    Phases now = phases_of<Traits, Variant>(x.p, chunk, key, 0);
+#pragma unroll 1
+    for (int i = begin; i < min(tiles, begin + kExact); ++i, stage.advance(), key_begin += Traits::kKvTile) {
+      const uint32_t tile = stages + stage.at * Traits::kStageBytes;
+      ptx::mbarrier_wait(full_barrier(control, stage), stage.lap >> 1 & 1);
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        if (turns) turn_row<Traits>(tile, row + pass * Lanes::kRows, chunk, now);
+        now.advance(pass + 1 < kPasses ? by_pass : by_tile);
+      }
+      const uint32_t turned = ptx::shared_address(&control.turned[stage.at]);
+      ptx::mbarrier_arrive_warp(turned, x.lane);
+      if ((i & others) == x.member && x.group * 16 < x.w.q_rows) {
+        ptx::mbarrier_wait(turned, laps >> stage.at & 1);
+        x.template step<kRows>(tile, 0, key_begin, scale);
+      }
+      laps ^= 1u << stage.at;
+      ptx::mbarrier_arrive_warp(ptx::shared_address(&control.empty[stage.at]), x.lane);
+    }
+  }
+  if (x.lane == 0) control.turned_laps[x.warp] = laps;
+  __syncwarp();
+}
+
 // This warp's share of an item's tiles, the first being at `stage` of the ring. kRows: 1 where the second row
 // of a lane does not exist.
 template <class Traits, int kRows = 2, class BeforeTile>
@@ -43,6 +91,9 @@ __device__ __forceinline__ void attend(Consumer<Traits>& x, Control& control, ui
                                        Ring<Traits::kStages> stage, int tiles, BeforeTile before_tile) {
   constexpr bool kInPlace = kTransformsInPlace<Traits>;
   static_assert(!(kInPlace && kHalves<Traits>), "a warp transforms what it reads");
+  if constexpr (kTurnsEvenly<Traits>)
+    if (!x.in_bundle() && turns_in_place<Traits>(x.p))
+      return attend_turning<Traits, kRows>(x, control, stages, stage, tiles);
   if constexpr (kInPlace)
     if (row_groups(x.w) > 1)
       return attend_together<Traits, kRows>(x, control, stages, stage, tiles, before_tile);

@@ -13,6 +13,10 @@ template <class Traits>
 inline constexpr bool kTransformsInPlace = kTransformsTiles && !Traits::kFp8;
 template <class Traits>
 inline constexpr bool kMayTurn = kTransformsInPlace<Traits> && Variant::kTurnsKeys;
+// Whether they turn by the same from each key to the next, so that few of the turns are worked out. Bits
+// would depend on where an item begins.
+template <class Traits>
+inline constexpr bool kTurnsEvenly = kMayTurn<Traits> && Variant::kTurnsEvenly && !Traits::kInvariant;
 // Whether keys only turn. They stay as they are otherwise: products with queries are multiplied by what the
 // cache's elements are.
 template <class Traits>
@@ -34,44 +38,110 @@ struct TileRows {
   }
 };
 
-// A lane has eight pairs of every few rows, so that what a functor reads for a pair is read once: no other
-// lane is asked for anything in between.
+// A lane turns eight pairs of a row: those of the 16 bytes at chunk `chunk` and of as many half a row
+// further, which are their second elements or, where neighbours turn together, pairs of their own.
+template <class Traits>
+struct TurningLanes {
+  static constexpr int kChunks = Traits::kHeadDim / 16, kLanes = lanes_for(kChunks), kPairs = 8;
+  static constexpr int kRows = 32 / kLanes;  // at once
+
+  __device__ __forceinline__ static int pair(int chunk, int i) {
+    if constexpr (Variant::kTurnsNeighbours) return (chunk + i / 4 * kChunks) * 4 + i % 4;
+    return chunk * kPairs + i;
+  }
+};
+
+// How far the pairs of a lane turn.
+struct Phases {
+  float cosine[8], sine[8];
+
+  // By another turn.
+  __device__ __forceinline__ void advance(const Phases& by) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float c = cosine[i] * by.cosine[i] - sine[i] * by.sine[i];
+      sine[i] = sine[i] * by.cosine[i] + cosine[i] * by.sine[i];
+      cosine[i] = c;
+    }
+  }
+};
+
+// Of a key, or what lies between it and the key `step` further on.
+template <class Traits, class Variant>
+__device__ __forceinline__ void set_phases(Phases& phases, const AttentionParams& p, int chunk,
+                                           KeyIndexOf<int> key, int step) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int pair = TurningLanes<Traits>::pair(chunk, i);
+    float turns = Variant::template key_turns<float>(p, pair, key);
+    if (step > 0) {
+      KeyIndexOf<int> further = key;
+      further.kv_pos += step;
+      turns = Variant::template key_turns<float>(p, pair, further) - turns;
+    }
+    phases.cosine[i] = functions::cos_turns(turns);
+    phases.sine[i] = functions::sin_turns(turns);
+  }
+}
+// In a copy of its own: it is called now and then, from several places.
+template <class Traits, class Variant>
+__device__ __noinline__ void set_phases_in_one_copy(Phases& phases, const AttentionParams& p, int chunk,
+                                                    const KeyIndexOf<int>& key, int step) {
+  set_phases<Traits, Variant>(phases, p, chunk, key, step);
+}
+template <class Traits, class Variant>
+__device__ __forceinline__ Phases phases_of(const AttentionParams& p, int chunk, const KeyIndexOf<int>& key,
+                                            int step) {
+  Phases found;
+  set_phases_in_one_copy<Traits, Variant>(found, p, chunk, key, step);
+  return found;  // what was called has an address: the rest of the loop must not
+}
+
+template <class Traits>
+__device__ __forceinline__ void turn_row(uint32_t tile, int row, int chunk, const Phases& phases) {
+  using T = typename Traits::T;
+  const uint32_t low = tile + swizzled(Traits::kKvTile, row, chunk);
+  const uint32_t high = tile + swizzled(Traits::kKvTile, row, chunk + TurningLanes<Traits>::kChunks);
+  const uint4 a = ptx::load_shared_16(low), b = ptx::load_shared_16(high);
+  uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+  const auto turn = [&](int i, float& first, float& second) {
+    const float before = first;
+    first = before * phases.cosine[i] - second * phases.sine[i];
+    second = second * phases.cosine[i] + before * phases.sine[i];
+  };
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float2 u = ptx::unpack2<T>(x[i]), v = ptx::unpack2<T>(y[i]);
+    if constexpr (Variant::kTurnsNeighbours) {
+      turn(i, u.x, u.y);
+      turn(4 + i, v.x, v.y);
+    } else {
+      turn(2 * i, u.x, v.x);
+      turn(2 * i + 1, u.y, v.y);
+    }
+    x[i] = ptx::pack2<T>(u.x, u.y);
+    y[i] = ptx::pack2<T>(v.x, v.y);
+  }
+  ptx::store_shared_16(low, make_uint4(x[0], x[1], x[2], x[3]));
+  ptx::store_shared_16(high, make_uint4(y[0], y[1], y[2], y[3]));
+}
+
+// Turns of keys that follow from nothing but the functor, key by key.
 template <class Traits, class Variant>
 __device__ __forceinline__ void turn_rows(const AttentionParams& p, const TileRows& rows) {
-  using T = typename Traits::T;
-  constexpr int kChunks = Traits::kHeadDim / 16, kLanes = lanes_for(kChunks), kPairs = 8;
-  const int lane = threadIdx.x % 32, chunk = lane % kLanes;
-  if (chunk >= kChunks) return;
+  using Lanes = TurningLanes<Traits>;
+  const int lane = threadIdx.x % 32, chunk = lane % Lanes::kLanes;
+  if (chunk >= Lanes::kChunks) return;
   const uint32_t tile = ptx::shared_address(rows.tile);
 #pragma unroll 1
-  for (int row = rows.begin + lane / kLanes; row < rows.end; row += 32 / kLanes) {
-    const uint32_t low = tile + swizzled(Traits::kKvTile, row, chunk);
-    const uint32_t high = tile + swizzled(Traits::kKvTile, row, chunk + kChunks);
-    uint4 a4 = ptx::load_shared_16(low), b4 = ptx::load_shared_16(high);
-    auto& a = reinterpret_cast<uint32_t (&)[kPairs / 2]>(a4);
-    auto& b = reinterpret_cast<uint32_t (&)[kPairs / 2]>(b4);
-#pragma unroll
-    for (int i = 0; i < kPairs / 2; ++i) {
-      float x[2], y[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float turns =
-            Variant::template key_turns<float>(p, chunk * kPairs + 2 * i + e, rows.index(row));
-        const float sine = functions::sin_turns(turns), cosine = functions::cos_turns(turns);
-        const float first = float(reinterpret_cast<const T*>(&a[i])[e]);
-        const float second = float(reinterpret_cast<const T*>(&b[i])[e]);
-        x[e] = first * cosine - second * sine;
-        y[e] = second * cosine + first * sine;
-      }
-      a[i] = ptx::pack2<T>(x[0], x[1]);
-      b[i] = ptx::pack2<T>(y[0], y[1]);
-    }
-    ptx::store_shared_16(low, a4);
-    ptx::store_shared_16(high, b4);
+  for (int row = rows.begin + lane / Lanes::kLanes; row < rows.end; row += Lanes::kRows) {
+    Phases phases;
+    set_phases<Traits, Variant>(phases, p, chunk, rows.index(row), 0);
+    turn_row<Traits>(tile, row, chunk, phases);
   }
 }
 
-// One copy for all heights of tiles: the assembler may round differently in two.
+// One copy for all heights of tiles: the assembler may round differently in two. Also for what rarely runs.
 template <class Traits, class Variant>
 __device__ __noinline__ void turn_rows_in_one_copy(const AttentionParams& p, const TileRows& rows) {
   turn_rows<Traits, Variant>(p, rows);
@@ -143,7 +213,7 @@ __device__ __forceinline__ void transform_in_place(const AttentionParams& p, con
   if constexpr (Variant::kTransformsKey) {
     if (!turns_in_place<Traits>(p))
       transform_key_rows<Traits>(p, rows);
-    else if constexpr (kMayTurn<Traits> && Traits::kInvariant)
+    else if constexpr (kMayTurn<Traits> && (Traits::kInvariant || kTurnsEvenly<Traits>))
       turn_rows_in_one_copy<Traits, Variant>(p, rows);
     else if constexpr (kMayTurn<Traits>)
       turn_rows<Traits, Variant>(p, rows);

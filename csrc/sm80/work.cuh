@@ -47,6 +47,8 @@ struct Control {
   int32_t place_arrived[kConsumerWarps];  // the same for the warps of a place, by the first of them
   Work slots[kSlots];
   float2 stats[kConsumerWarps][kStateRows];  // maximum and sum of the rows that warps combine
+  uint64_t turned[kMaxStages];               // all warps have turned their keys of a tile (attend_turning())
+  uint32_t turned_laps[kConsumerWarps];
 };
 
 // Walks round a ring of barriers, lap after lap.

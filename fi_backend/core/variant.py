@@ -98,6 +98,8 @@ class AttentionVariant:
     row, `reduced` below. query_transform, key_transform: element `d` of a query, of a dequantised key.
     key_turns: a promise beside key_transform that spares GPUs most of its calls: it turns elements `pair` and
     ``pair + head_dim / 2`` by so many turns, and does nothing else, wherever key_turns_if returns true.
+    key_turns_neighbours: it turns elements ``2 * pair`` and ``2 * pair + 1``. key_turns_evenly: by as many
+    more from each key of a request to the next, so that GPUs ask for a few keys and follow from there.
     value_transform: element `d` of a dequantised value.
     logits_transform: a logit (or a weight) of a scaled dot product. logits_mask: whether a key is seen.
     finish: a factor of a row's output; may change `lse`. output_transform: element `d` of the output.
@@ -120,6 +122,8 @@ class AttentionVariant:
     key_transform: str | None = None
     key_turns: str | None = None
     key_turns_if: str | None = None
+    key_turns_evenly: bool = False
+    key_turns_neighbours: bool = False
     value_transform: str | None = None
     logits_transform: str | None = None
     logits_mask: str | None = None
@@ -152,6 +156,12 @@ class AttentionVariant:
                 "key_turns: expected None beside key_reduce, since a key_transform that looks at a whole key "
                 "does more than turn it; got both."
             )
+        for promise in ("key_turns_evenly", "key_turns_neighbours"):
+            value = getattr(self, promise)
+            if not isinstance(value, bool):
+                raise TypeError(f"{promise}: expected a bool; got {value!r}.")
+            if value and self.key_turns is None:
+                raise ValueError(f"{promise}: expected key_turns with it, of which it speaks; got None.")
         self._check_params()
         self._read_headers()
         object.__setattr__(self, "_declared_in", _caller())

@@ -68,7 +68,7 @@ _WRAPPERS = {
     "key_turns": f"""
   template <class F, class Int>
   FI_DEVICE static F key_turns({_BEGIN}, int32_t pair, const KeyIndexOf<Int>& i) {{
-    return key_turns_body<F>(p, HoistedParams(p), pair, i.request, i.kv_pos, i.kv_head);
+    return key_turns_body<F>(p, Params(p), pair, i.request, i.kv_pos, i.kv_head);
   }}""",
     "key_turns_if": f"""
   FI_DEVICE static bool turns_keys({_BEGIN}) {{ return key_turns_if_body(p, Params(p)); }}""",
@@ -148,6 +148,8 @@ def functors(variant: AttentionVariant) -> str:
         "kTransformsQuery": variant.query_transform is not None,
         "kTransformsKey": variant.key_transform is not None,
         "kTurnsKeys": variant.key_turns is not None,
+        "kTurnsEvenly": variant.key_turns_evenly,
+        "kTurnsNeighbours": variant.key_turns_neighbours,
         "kTransformsValue": variant.value_transform is not None,
         "kTransformsOutput": variant.output_transform is not None,
         "kTransformsLogits": variant.logits_transform is not None,
@@ -177,8 +179,7 @@ def _signature(name: str) -> list[str]:
         types["lse"] = "float"
     template = (["class F"] if of_keys else []) + (["class Row"] if "x" in FUNCTORS[name] else [])
     template += ["class Int"] if of_keys else []
-    params = "HoistedParams" if name == "key_turns" else "Params"
-    arguments = ["const AttentionParams& attention", f"const {params}& params"]
+    arguments = ["const AttentionParams& attention", "const Params& params"]
     arguments += [f"{types.get(variable, 'int32_t')} {variable}" for variable in FUNCTORS[name]]
     result = "F" if of_keys else _RESULTS.get(name, "float")
     joined = ", ".join(f"[[maybe_unused]] {argument}" for argument in arguments)
@@ -201,13 +202,11 @@ def _params_struct(variant: AttentionVariant) -> list[str]:
         value = f"{slot}.real" if kind == "float32" else f"{slot}.whole"
         initial.append(f"{name}({value}{' != 0' * (kind == 'bool')})")
     for i, (name, tensor) in enumerate(variant.tensors.items()):
-        members.append(f"    TensorArg<{_CPP[tensor.dtype]}, {len(tensor.shape)}, kHoisted> {name};")
+        members.append(f"    TensorArg<{_CPP[tensor.dtype]}, {len(tensor.shape)}> {name};")
         initial.append(f"{name}{{p.variant.tensors[{i}]}}")
     start = f" : {', '.join(initial)}" if initial else ""
-    constructor = f"    FI_DEVICE explicit ParamsOf([[maybe_unused]] {_BEGIN}){start} {{}}"
-    # Turns are asked for many keys of one pair, in a loop that does nothing else.
-    names = ["  using Params = ParamsOf<false>;", "  using HoistedParams = ParamsOf<true>;"]
-    return ["  template <bool kHoisted>", "  struct ParamsOf {", *members, constructor, "  };", *names]
+    constructor = f"    FI_DEVICE explicit Params([[maybe_unused]] {_BEGIN}){start} {{}}"
+    return ["  struct Params {", *members, constructor, "  };"]
 
 
 def parameters(variant: AttentionVariant) -> str:

@@ -41,7 +41,7 @@ _HALVES = """
   const auto s = sin_turns(turns), c = cos_turns(turns);
   return d < half ? x[d] * c - x[d + half] * s : x[d] * c + x[d - half] * s;
 """
-_TURNS_OF_HALVES = (
+_TURNS_OF_A_KEY = (
     _KEY + "return rope_turns(position, params.frequencies(pair, 0), params.frequencies(pair, 1));"
 )
 _NEIGHBOURS = """
@@ -63,8 +63,10 @@ def _declare(
         declarations=_TURNS,
         query_transform=_QUERY + rotation,
         key_transform=_KEY + rotation,
-        key_turns=_TURNS_OF_HALVES if rotation is _HALVES else None,
-        key_turns_if=_WHOLE_ROW if rotation is _HALVES else None,
+        key_turns=_TURNS_OF_A_KEY,
+        key_turns_if=_WHOLE_ROW,
+        key_turns_evenly=True,
+        key_turns_neighbours=rotation is _NEIGHBOURS,
     )
 
 

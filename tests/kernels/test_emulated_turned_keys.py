@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import emulator_modules
 import pytest
 import torch
@@ -33,6 +35,38 @@ def test_rope(whole: bool) -> None:
     args = arguments("rope", batch)
     assert args["frequencies"].shape[0] == (32 if whole else 16)
     check_variant("rope", ORACLES["rope"], args, batch)
+
+
+@pytest.mark.parametrize("name", ["rope", "rope_interleaved"])
+@pytest.mark.parametrize("heads", [(8, 2), (2, 2)])
+def test_a_long_context(name: str, heads: tuple[int, int]) -> None:
+    """More tiles in an item than turns are followed through, its first not at the beginning; 1 to 8 row groups."""
+    lens = {"q_lens": (1, 140, 20), "kv_lens": (4800, 2400, 130)}
+    for head_dim, num_ctas in ((128, 1), (64, 3)):
+        batch = VariantBatch(
+            dtype="bfloat16", heads=heads, head_dim=head_dim, num_ctas=num_ctas, k_scale=0.5, seed=4, **lens
+        )
+        check_variant(name, ORACLES[name], arguments(name, batch), batch)
+
+
+def eighths(r, args):
+    """Every pair by an eighth of a turn a key, for ever."""
+    angle = (r.kv_pos.double() * (math.pi / 4))[:, None, None]
+    a, b = r.k.chunk(2, -1)
+    return logits(r, k=torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1))
+
+
+def test_even_turns_follow_from_those_of_few_keys() -> None:
+    """A promise that is not kept shows that the functor is not asked again for each key."""
+    lying = AttentionVariant(
+        name="lying_evenly",
+        vectorized=True,
+        key_transform="return x[d];",
+        key_turns="return F{} + (to_float(kv_idx) < 128.0f ? to_float(kv_idx) * 0.125f : 0.0f);",
+        key_turns_evenly=True,
+    )
+    batch = VariantBatch(dtype="bfloat16", heads=(4, 1), q_lens=(1,), kv_lens=(700,), num_ctas=1, seed=1)
+    check_variant(lying, Oracle(logits=eighths), {}, batch)
 
 
 def quarter(r, args):

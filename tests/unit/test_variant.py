@@ -34,6 +34,8 @@ CPU = torch.device("cpu")
         ({"key_reduce": "return x[0];"}, "key_reduce: expected key_transform with it"),
         ({"key_turns": "return 0.0f;"}, "key_turns: expected key_transform with it"),
         ({"key_turns_if": "return true;"}, "key_turns_if: expected key_turns with it"),
+        ({"key_turns_evenly": True}, "key_turns_evenly: expected key_turns with it"),
+        ({"key_turns_neighbours": True}, "key_turns_neighbours: expected key_turns with it"),
         (
             dict.fromkeys(("key_turns", "key_reduce", "key_transform"), "return 0.0f;"),
             "key_turns: expected None beside key_reduce",

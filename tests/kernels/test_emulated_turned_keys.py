@@ -40,7 +40,7 @@ def test_rope(whole: bool) -> None:
 @pytest.mark.parametrize("name", ["rope", "rope_interleaved"])
 @pytest.mark.parametrize("heads", [(8, 2), (2, 2)])
 def test_a_long_context(name: str, heads: tuple[int, int]) -> None:
-    """More tiles in an item than turns are followed through, its first not at the beginning; 1 to 8 row groups."""
+    """More tiles in an item than turns are followed through; one row group to eight."""
     lens = {"q_lens": (1, 140, 20), "kv_lens": (4800, 2400, 130)}
     for head_dim, num_ctas in ((128, 1), (64, 3)):
         batch = VariantBatch(

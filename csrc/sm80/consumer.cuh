@@ -74,8 +74,16 @@ struct Consumer {
     return kTransform || scale > 0.f ? scale : quiet_nan();
   }
 
-  // 1 where the tiles of this warp are another one's too.
-  __device__ __forceinline__ int halves_log2() const { return kHalves<Traits> && members > 1; }
+  // Whether this warp transforms some keys of a tile and multiplies the same (attend_alone()).
+  __device__ __forceinline__ bool transforms_alone() const {
+    return kTransformsAlone<Traits> && members == kConsumerWarps;
+  }
+
+  // How many warps have the tiles of this one in common.
+  __device__ __forceinline__ int sharers_log2() const {
+    if (transforms_alone()) return kKvTile == 64 ? 2 : 1;
+    return kHalves<Traits> && members > 1;
+  }
 
   // Barrier between the warps that share a slice: the columns of the same rows, or a warpgroup's queries,
   // which lie where narrower tiles have the slices of any warp.
@@ -257,10 +265,10 @@ struct Consumer {
   }
 
   // What the variant makes of the whole key that this lane multiplies of each eight.
-  __device__ __forceinline__ void read_key_rows(uint32_t k_tile, int key_begin,
-                                                float (&whole)[kStepTiles]) const {
+  template <int kN>
+  __device__ __forceinline__ void read_key_rows(uint32_t k_tile, int key_begin, float (&whole)[kN]) const {
 #pragma unroll
-    for (int t = 0; t < kStepTiles; ++t) {
+    for (int t = 0; t < kN; ++t) {
       const int key = t * 8 + lane / 4;
       whole[t] = Variant::template key_row<float>(
           p, element_loader<Traits>(k_tile, key, p.k_scale[kv_head() * p.k_scale_stride]),
@@ -278,13 +286,14 @@ struct Consumer {
     ptx::mma_m16n8k16<T>(d, a, pair_at(lo), pair_at(lo + (Traits::kFp8 ? 2 : 8)));
   }
 
-  // Logits of the tile's keys.
-  __device__ __forceinline__ void logits(uint32_t k_tile, int key_begin, float (&s)[kStepTiles][4]) {
+  // Logits of 8 kN keys.
+  template <int kN>
+  __device__ __forceinline__ void logits(uint32_t k_tile, int key_begin, float (&s)[kN][4]) {
 #pragma unroll
-    for (int t = 0; t < kStepTiles; ++t)
+    for (int t = 0; t < kN; ++t)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[t][e] = 0.f;
-    [[maybe_unused]] float whole[kStepTiles];
+    [[maybe_unused]] float whole[kN];
     if constexpr (kTransformsKeys) read_key_rows(k_tile, key_begin, whole);
     // One ldmatrix reads 16 keys x 2 chunks: one kstep of 16-bit elements, two of 8-bit ones.
     constexpr int kStepsRead = Traits::kFp8 ? 2 : 1;
@@ -292,9 +301,9 @@ struct Consumer {
     const uint32_t base = k_tile + key * kRowBytes + ((((lane >> 3) & 1) ^ (lane & 7)) << 4);
 #pragma unroll
     for (int i = 0; i < ceil_div(Traits::kKChunks, 2); ++i) {
-      uint32_t b[kStepTiles / 2][4];
+      uint32_t b[kN / 2][4];
 #pragma unroll
-      for (int n = 0; n < kStepTiles / 2 && !kTransformsKeys; ++n)
+      for (int n = 0; n < kN / 2 && !kTransformsKeys; ++n)
         ptx::ldmatrix_x4(b[n], chunk_pair(base, kKvTile, i) + n * 16 * kRowBytes);
 #pragma unroll
       for (int j = 0; j < kStepsRead; ++j) {
@@ -308,7 +317,7 @@ struct Consumer {
           read_q(step, a);
         }
 #pragma unroll
-        for (int n = 0; n < kStepTiles / 2; ++n) {
+        for (int n = 0; n < kN / 2; ++n) {
           if constexpr (kTransformsKeys) {
             multiply_transformed(s[2 * n], a, k_tile, key_begin, 2 * n, step, whole[2 * n]);
             multiply_transformed(s[2 * n + 1], a, k_tile, key_begin, 2 * n + 1, step, whole[2 * n + 1]);
@@ -337,10 +346,11 @@ struct Consumer {
     return key_begin >= inner_begin && key_begin + keys <= inner_end && !kMask;
   }
 
-  // Masks and transforms the logits of keys key_begin .. key_begin + 8 kN - 1.
-  template <int kRows = 2, int kN>
+  // Masks and transforms the logits of keys key_begin .. key_begin + 8 kN - 1. kMasks: false where all rows
+  // see all of them.
+  template <int kRows = 2, bool kMasks = true, int kN>
   __device__ __forceinline__ void transform(int key_begin, float scale, float (&s)[kN][4]) const {
-    if (!kTransform && sees_all(key_begin, kN * 8)) return;
+    if (!kTransform && (!kMasks || sees_all(key_begin, kN * 8))) return;
     const int first_key = key_begin + (lane % 4) * 2;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -363,8 +373,8 @@ struct Consumer {
             x = Variant::template logits_transform<DeviceMath>(p, x * scale, i);
             if constexpr (Variant::kSoftmax) x *= kLog2e;
           }
-          bool seen = i.kv_pos >= visible.begin && i.kv_pos < visible.end;
-          if constexpr (kMask) seen = seen && Variant::logits_mask(p, i);
+          bool seen = !kMasks || (i.kv_pos >= visible.begin && i.kv_pos < visible.end);
+          if constexpr (kMasks && kMask) seen = seen && Variant::logits_mask(p, i);
           s[t][e] = seen ? x : Variant::kSoftmax ? -INFINITY : 0.f;
         }
     }
@@ -413,13 +423,12 @@ struct Consumer {
         if (fabsf(out[n][e]) < INFINITY) out[n][e] += out[n][2 + e];
   }
 
-  template <int kRows>
-  __device__ __forceinline__ void accumulate(uint32_t v_tile, int key_begin, float scale,
-                                             float (&s)[kStepTiles][4]) {
+  template <int kRows, int kN>
+  __device__ __forceinline__ void accumulate(uint32_t v_tile, int key_begin, float scale, float (&s)[kN][4]) {
     if constexpr (Variant::kSoftmax) weigh<kRows>(scale, s);
     constexpr int kSteps = Traits::kFp8 ? 2 : 1;  // of 16 keys, that one ldmatrix reads
 #pragma unroll
-    for (int t = 0; t < kStepTiles / 2; t += kSteps) {
+    for (int t = 0; t < kN / 2; t += kSteps) {
       uint32_t a[kSteps][4];
 #pragma unroll
       for (int j = 0; j < kSteps; ++j) weights_fragment<kRows>(s, t + j, a[j]);
@@ -464,10 +473,10 @@ struct Consumer {
     }
   }
 
-  // A tile of keys at `stage` of the ring, or its keys from row `row` on.
-  template <int kRows>
+  // 8 kN keys of a tile at `stage` of the ring, from row `row` on.
+  template <int kRows, int kN = kStepTiles>
   __device__ __forceinline__ void step(uint32_t stage, int row, int key_begin, float scale) {
-    float s[kStepTiles][4];
+    float s[kN][4];
     stage += row * kRowBytes;
     logits(stage, key_begin + row, s);
     transform<kRows>(key_begin + row, scale, s);

@@ -382,7 +382,7 @@ __device__ __forceinline__ bool combine(const Consumer<Traits>& x, Control& cont
       ptx::named_barrier(barrier, threads);
   };
   const int active =
-      min(x.members, w.tiles << x.halves_log2());  // the first tiles belong to the first of them
+      min(x.members, w.tiles << x.sharers_log2());  // the first tiles belong to the first of them
   const auto states_of = [&](int warp) {
     return shared + (warp / Traits::kColumnWarps) * Traits::kSliceBytes +
            x.column_warp * (Traits::kSliceBytes / Traits::kColumnWarps);

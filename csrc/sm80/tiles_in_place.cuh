@@ -11,6 +11,12 @@ namespace fi::sm80 {
 
 template <class Traits>
 inline constexpr bool kTransformsInPlace = kTransformsTiles && !Traits::kFp8;
+// Whether warps may part the keys of a tile: those of one row group that have all columns of their rows. Bits
+// would depend on the height of tiles.
+template <class Traits>
+inline constexpr bool kTransformsAlone =
+    kTransformsInPlace<Traits> && Traits::kColumnWarps == 1 && !Traits::kInvariant;
+inline constexpr int kKeysAlone = 16;
 template <class Traits>
 inline constexpr bool kMayTurn = kTransformsInPlace<Traits> && Variant::kTurnsKeys;
 // Whether they turn by the same from each key to the next, so that few of the turns are worked out. Bits

@@ -35,8 +35,8 @@ struct Wide {
 
   // Whether logits become weights by the maximum so far. Halfs leave no room for weights above that of a
   // maximum, and in the batch-invariant mode weights follow from the same maxima as in narrower tiles.
-  static constexpr bool kPlain = sm80::Variant::kSoftmax && !sm80::kTransform && !sm80::kMask &&
-                                 !Traits::kInvariant && sm80::kWeightBits<typename Consumer::Weight> == 0.f;
+  static constexpr bool kPlain = sm80::Variant::kSoftmax && !sm80::kMask && !Traits::kInvariant &&
+                                 sm80::kWeightBits<typename Consumer::Weight> == 0.f;
 
   // The same value in all lanes, and known to be: descriptors are computed once a warp, not in each lane.
   __device__ __forceinline__ static uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
@@ -153,7 +153,7 @@ struct Wide {
         left -= kStep;
       } while (left >= kStep);
       if (!plain) {
-        all.weigh_fully(all.logits, all.s);
+        all.weigh_fully(all.logits, all.s, all.is_plain());
         step.release(x.lane);
         step = next;
         next = Step<kStep>(next.behind(), control, stages);
@@ -223,6 +223,7 @@ struct Wide {
     Chunks& chunks;
     float scale;
     int key;
+    bool rising = false;  // logits rise from step to step, as behind a bias of positions
     // Weights of the step before, whose product with V has not begun. They become operands when the next step
     // begins, while its descriptors are on their way to the uniform registers.
     float s[kStep * kTiles][4];
@@ -241,7 +242,8 @@ struct Wide {
       start_logits(logits, step);
       ptx::wgmma_wait<0>();
       ptx::settle(logits);
-      transform_step(logits);
+      x.transform(key, scale, logits);
+      key += kCount * kKvTile;
       weigh(x, factor(), logits, shrink);
     }
 
@@ -251,9 +253,16 @@ struct Wide {
       ptx::settle(few);
     }
 
-    // Weights of logits that no mask meets, by the maximum so far; false where that cannot be.
+    // Whether no mask meets the logits of a step, and they may be weighed by the maximum so far.
+    __device__ __forceinline__ bool is_plain() const {
+      return kPlain && !(sm80::kTransform && rising) && x.sees_all(key, kStep * kKvTile);
+    }
+
+    // Weights of such logits, which are transformed, by the maximum so far; false where that cannot be.
     __device__ __forceinline__ bool weigh_plainly() {
-      return kPlain && x.sees_all(key, kStep * kKvTile) && x.state.weigh_below(factor(), logits, s);
+      if (!is_plain()) return false;
+      x.template transform<2, false>(key, scale, logits);
+      return x.state.weigh_below(factor(), logits, s);
     }
 
     __device__ __forceinline__ void finish(const Step<kStep>& step) {
@@ -270,20 +279,23 @@ struct Wide {
       auto& few = reinterpret_cast<Logits<kCount>&>(logits);
       start_products(before, step, few);
       wait_for_logits(few);
-      weigh_fully(few, reinterpret_cast<Logits<kCount>&>(s));
+      weigh_fully(few, reinterpret_cast<Logits<kCount>&>(s), false);
       before.release(x.lane);
     }
 
-    // Masks logits, turns them into weights by a maximum of their own, and ends the product under way.
+    // Masks logits, turns them into weights by a maximum of their own, and ends the product under way. plain:
+    // they are transformed, and no mask meets them.
     template <int kN>
-    __device__ __forceinline__ void weigh_fully(float (&few)[kN][4], float (&weighed)[kN][4]) {
+    __device__ __forceinline__ void weigh_fully(float (&few)[kN][4], float (&weighed)[kN][4], bool plain) {
       float shrink[2];
       // The state before is whole once the product under way has ended.
       const bool begins = chunks.begins(key);
       const sm80::RowState ended = x.state;
       if (begins) x.state = sm80::RowState{};
-      transform_step(few);
+      if (!plain) x.transform(key, scale, few);
+      key += kN * 8;
       weigh(x, factor(), few, shrink);
+      if constexpr (sm80::kTransform) rising = __any_sync(~0u, fminf(shrink[0], shrink[1]) < 0x1p-16f);
       copy(weighed, few);
       hold(x.state.sum[0] + x.state.sum[1]);
       ptx::wgmma_wait<0>();
@@ -338,12 +350,6 @@ struct Wide {
     }
 
     __device__ __forceinline__ float factor() const { return sm80::kTransform ? 1.f : scale * sm80::kLog2e; }
-
-    template <int kN>
-    __device__ __forceinline__ void transform_step(float (&logits)[kN][4]) {
-      x.transform(key, scale, logits);
-      key += kN * 8;
-    }
 
     template <int kCount>
     __device__ __forceinline__ void start_logits(float (&logits)[kCount * kTiles][4],

@@ -132,11 +132,12 @@ def test_a_needle_in_a_long_context(module: str) -> None:
         check_part(layer, part, num_ctas, 1)
 
 
-@pytest.mark.parametrize("module", ["128", "64", "256", "fp16 128", "e4m3 128", "invariant 128"])
+@pytest.mark.parametrize("module", ["128", "64", "256", "fp16 128", "e4m3 128", "invariant 128", "transform 128"])
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_maxima_that_climb_from_tile_to_tile(tokens: int, module: str) -> None:
     """Weights by the maximum of the tiles before grow beyond all bounds where logits rise by more at once."""
-    layer = spec(module, 4, 2, scale=0.25, causal=False)
+    options = {"alibi": False, "logits_soft_cap": 400.0} if "transform" in module else {}
+    layer = spec(module, 4, 2, scale=0.25, causal=False, **options)
     levels = [0, 2, 3, 16, 15, 64, 0, 64, 80, 250]  # logits of the keys of each 64, for all rows
     own = [0, 0, 0, 0, 0, 0, 160, 0, 0, 0]  # and for one row alone
     sequence = Sequence.random(layer, 64 * len(levels), seed=4)

@@ -62,7 +62,7 @@ def test_even_turns_follow_from_those_of_few_keys() -> None:
         name="lying_evenly",
         vectorized=True,
         key_transform="return x[d];",
-        key_turns="return F{} + (to_float(kv_idx) < 128.0f ? to_float(kv_idx) * 0.125f : 0.0f);",
+        key_turns="return F{} + (to_float(kv_idx) < 256.0f ? to_float(kv_idx) * 0.125f : 0.0f);",
         key_turns_evenly=True,
     )
     batch = VariantBatch(dtype="bfloat16", heads=(4, 1), q_lens=(1,), kv_lens=(700,), num_ctas=1, seed=1)

@@ -132,7 +132,9 @@ def test_a_needle_in_a_long_context(module: str) -> None:
         check_part(layer, part, num_ctas, 1)
 
 
-@pytest.mark.parametrize("module", ["128", "64", "256", "fp16 128", "e4m3 128", "invariant 128", "transform 128"])
+@pytest.mark.parametrize(
+    "module", ["128", "64", "256", "fp16 128", "e4m3 128", "invariant 128", "transform 128"]
+)
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_maxima_that_climb_from_tile_to_tile(tokens: int, module: str) -> None:
     """Weights by the maximum of the tiles before grow beyond all bounds where logits rise by more at once."""

@@ -89,18 +89,19 @@ __device__ __forceinline__ void set_phases(Phases& phases, const AttentionParams
     phases.sine[i] = functions::sin_turns(turns);
   }
 }
-// In a copy of its own: it is called now and then, from several places.
+// In one copy: it is called now and then, from several places.
 template <class Traits, class Variant>
 __device__ __noinline__ void set_phases_in_one_copy(Phases& phases, const AttentionParams& p, int chunk,
                                                     const KeyIndexOf<int>& key, int step) {
   set_phases<Traits, Variant>(phases, p, chunk, key, step);
 }
+// A copy of what was set, since a variable whose address was passed on would stay in memory.
 template <class Traits, class Variant>
 __device__ __forceinline__ Phases phases_of(const AttentionParams& p, int chunk, const KeyIndexOf<int>& key,
                                             int step) {
   Phases found;
   set_phases_in_one_copy<Traits, Variant>(found, p, chunk, key, step);
-  return found;  // what was called has an address: the rest of the loop must not
+  return found;
 }
 
 template <class Traits>

@@ -85,6 +85,14 @@ def test_a_shipped_variant(name: str, batch: VariantBatch) -> None:
     check_variant(name, ORACLES[name], arguments(name, batch), batch)
 
 
+@pytest.mark.parametrize("name", ["rope", "rope_interleaved"])
+def test_positions_without_offsets(name: str) -> None:
+    """Tensors that are not given read as zeros."""
+    batch = BATCHES["mixed"]
+    frequencies = arguments(name, batch)["frequencies"]
+    check_variant(name, ORACLES[name], {"frequencies": frequencies}, batch)
+
+
 def test_raw_ptx_and_a_header_of_the_user() -> None:
     check_variant(PTX, SQUASHED, {"sharpness": 2.0}, BATCHES["mixed"])
 

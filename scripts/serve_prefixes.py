@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ WAYS = {
 _COUNTS = ("layers", "steps", "plans", "attention_calls", "replayed_calls", "captured_calls")
 _SHARED = ("shared_plans", "prefix_nodes", "kv_tokens_saved", "kv_bytes_saved")
 
+Keep = Callable[[str, dict[str, Any]], None]
+"""Takes the row of a way of serving."""
+
 
 def main() -> None:
     chosen = _arguments()
@@ -52,15 +56,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         layers = dummy_llama.make(model, chosen.shape)
+
+        def keep(way: str, row: dict[str, Any]) -> None:
+            """Write the record after each, should a later one be ended."""
+            record["rows"][way] = row
+            if chosen.json:
+                chosen.json.write_text(json.dumps(record, indent=2) + "\n")
+
         for way in chosen.way or ["shared", "flat", "FLASH_ATTN"]:
             try:
-                row = _serve(chosen, way, model, layers, Path(folder))
+                row = _serve(chosen, way, model, layers, Path(folder), keep)
             except ServerError as error:
-                row = {"problem": str(error)[-2000:]}
-            record["rows"][way] = row
+                row = record["rows"].get(way, {}) | {"problem": str(error)[-2000:]}
+            keep(way, row)
             print(f"{way:<12} {json.dumps(row)}", flush=True)
-            if chosen.json:  # after each, should a later one be ended
-                chosen.json.write_text(json.dumps(record, indent=2) + "\n")
     stop_at_problems(record["rows"])
 
 
@@ -121,7 +130,9 @@ def row_of(rounds: list[LoadRun], ready: float) -> dict[str, Any]:
     }
 
 
-def _serve(chosen: argparse.Namespace, way: str, model: Path, layers: int, folder: Path) -> dict[str, Any]:
+def _serve(
+    chosen: argparse.Namespace, way: str, model: Path, layers: int, folder: Path, keep: Keep
+) -> dict[str, Any]:
     backend, without = WAYS[way]
     length = chosen.common + chosen.group + chosen.own + chosen.answer
     graphs = ["--enforce-eager"] if chosen.eager else ["--compilation-config", json.dumps(GRAPHS)]
@@ -141,6 +152,7 @@ def _serve(chosen: argparse.Namespace, way: str, model: Path, layers: int, folde
             run_load(server.url, OpenAiCompletions(), str(model), requests)
             for requests in rounds_of(chosen, dummy_llama.SHAPES[chosen.shape]["vocab_size"])
         ]
+        keep(way, row_of(rounds, ready))  # stopping may take its time
         preemptions = server.metric("vllm:num_preemptions_total")
     return {**row_of(rounds, ready), "preemptions": preemptions, **counts(stats, layers, backend, without)}
 

@@ -22,7 +22,7 @@ from fi_backend.benchmarks.serving.protocols import SglangGenerate
 from fi_backend.benchmarks.serving.server import ServerError, SglangServer
 from models import dummy_llama
 from recording import circumstances
-from serve_prefixes import WORKLOAD, add_workload, counts, parse, rounds_of, row_of, stop_at_problems
+from serve_prefixes import WORKLOAD, Keep, add_workload, counts, parse, rounds_of, row_of, stop_at_problems
 
 # Way of serving: the attention back end, and what it does without.
 WAYS = {
@@ -44,15 +44,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         layers = dummy_llama.make(model, chosen.shape)
+
+        def keep(way: str, row: dict[str, Any]) -> None:
+            """Write the record after each, should a later one be ended."""
+            record["rows"][way] = row
+            if chosen.json:
+                chosen.json.write_text(json.dumps(record, indent=2) + "\n")
+
         for way in chosen.way or ["shared", "flat", "triton"]:
             try:
-                row = _serve(chosen, way, model, layers, Path(folder))
+                row = _serve(chosen, way, model, layers, Path(folder), keep)
             except ServerError as error:
-                row = {"problem": str(error)[-2000:]}
-            record["rows"][way] = row
+                row = record["rows"].get(way, {}) | {"problem": str(error)[-2000:]}
+            keep(way, row)
             print(f"{way:<8} {json.dumps(row)}", flush=True)
-            if chosen.json:  # after each, should a later one be ended
-                chosen.json.write_text(json.dumps(record, indent=2) + "\n")
     stop_at_problems(record["rows"])
 
 
@@ -69,7 +74,9 @@ def _arguments() -> argparse.Namespace:
     return parse(parser)
 
 
-def _serve(chosen: argparse.Namespace, way: str, model: Path, layers: int, folder: Path) -> dict[str, Any]:
+def _serve(
+    chosen: argparse.Namespace, way: str, model: Path, layers: int, folder: Path, keep: Keep
+) -> dict[str, Any]:
     backend, without = WAYS[way]
     arguments = [
         *(f"--attention-backend={backend}", "--load-format=dummy", f"--device={chosen.device}"),
@@ -93,6 +100,7 @@ def _serve(chosen: argparse.Namespace, way: str, model: Path, layers: int, folde
             run_load(server.url, SglangGenerate(), str(model), requests)
             for requests in rounds_of(chosen, vocabulary)
         ]
+        keep(way, row_of(rounds, ready))  # stopping may take its time
     return {**row_of(rounds, ready), **counts(stats, layers, backend, without)}
 
 

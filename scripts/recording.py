@@ -5,11 +5,22 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from fi_backend.benchmarks.record import gpu_driver, without_folders
+from fi_backend.cli.serve_interrupt import Interrupted, interruptible
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run a script that starts servers: a signal that ends it, as that of `timeout`, ends them with it."""
+    try:
+        with interruptible():
+            main()
+    except Interrupted as end:
+        sys.exit(end.exit_code)
 
 
 def circumstances(engine: str = "vllm") -> dict[str, Any]:

@@ -27,6 +27,7 @@ from fi_backend.benchmarks.serving.server import VllmServer
 from fi_backend.core.counters import ProcessStats, read_stats, total
 from latencies import lags
 from models import copy_llama
+from recording import run_main
 
 HEAD_DIM = 128
 KV_HEADS = 2
@@ -155,4 +156,4 @@ def _judge(questions: list[tuple[Request, list[int]]], outcomes: list[Outcome]) 
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

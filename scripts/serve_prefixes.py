@@ -28,7 +28,7 @@ from fi_backend.benchmarks.serving.server import ServerError, VllmServer
 from fi_backend.core.counters import read_stats, total
 from latencies import lags, percentiles
 from models import dummy_llama
-from recording import circumstances
+from recording import circumstances, run_main
 from serve_trace import GRAPHS
 
 # Way of serving: the attention back end, and what it does without.
@@ -206,4 +206,4 @@ def gaps_of_all(run: LoadRun) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

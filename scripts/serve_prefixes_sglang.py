@@ -21,7 +21,7 @@ from fi_backend.benchmarks.serving.engines import ENGINES
 from fi_backend.benchmarks.serving.protocols import SglangGenerate
 from fi_backend.benchmarks.serving.server import ServerError, SglangServer
 from models import dummy_llama
-from recording import circumstances
+from recording import circumstances, run_main
 from serve_prefixes import WORKLOAD, Keep, add_workload, counts, parse, rounds_of, row_of, stop_at_problems
 
 # Way of serving: the attention back end, and what it does without.
@@ -105,4 +105,4 @@ def _serve(
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -26,7 +26,7 @@ from fi_backend.benchmarks.serving.server import VllmServer
 from fi_backend.core.counters import read_stats, total
 from latencies import latencies
 from models import dummy_llama
-from recording import circumstances
+from recording import circumstances, run_main
 
 # Without torch.compile a server is ready in seconds; FULL needs no compiled graph pieces.
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
@@ -127,4 +127,4 @@ def _requests(chosen: argparse.Namespace, vocabulary: int) -> list[Request]:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -4,8 +4,8 @@
     python benchmarks/kernels/compare_defines.py --only pre_1x8k,dec_const \\
         --way now --way taller:FI_TILE=256,FI_STAGES=3 --way mma:kernel=mma --peers fa3,flashinfer-decode
 
-`kernel` is no define but one of fi_backend.core.kernel_choice's, and costs.NAME=INT is a field of CostModel,
-such as costs.overlap=1.
+`kernel` is no define but one of fi_backend.core.kernel_choice's, `variant` a shipped variant of attention,
+and costs.NAME=INT a field of CostModel, such as costs.overlap=1.
 
 For the time of tuning: a define that the sources do not know yet changes nothing but the module's name. Rows
 and peers are those of `fi-backend bench kernels --device cuda`.
@@ -23,12 +23,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fi_backend.benchmarks.cuda import cases
-from fi_backend.benchmarks.cuda.exact import Errors, errors, sample_problem
+from fi_backend.benchmarks.cuda.exact import Errors, Sample, errors, sample_problem
 from fi_backend.benchmarks.cuda.fa3 import use_library
 from fi_backend.benchmarks.cuda.graphs import CapturedGraph, GraphClock
 from fi_backend.benchmarks.cuda.ours import prepare_ours
 from fi_backend.benchmarks.cuda.tables import TABLES
+from fi_backend.benchmarks.cuda.ways import variant_arguments
 from fi_backend.benchmarks.peers import Peer, Problem, Run
+from fi_backend.benchmarks.variant_oracles import ORACLES
 from fi_backend.cli.bench_choice import available_peers, chosen_by_name
 from fi_backend.core import kernels
 from fi_backend.core.jit import ModuleSpec
@@ -90,7 +92,7 @@ def enter_all(
     sample = sample_problem(problem, layers - 1)
     found: dict[str, Entered] = {}
 
-    def enter(name: str, run: Run) -> None:
+    def enter(name: str, run: Run, sample: Sample = sample) -> None:
         captured = clock.capture(run, layers)
         captured.output.fill_(float("nan"))
         captured.replay()
@@ -98,8 +100,14 @@ def enter_all(
 
     for name, defines in map(parse_way, ways):
         kernel, costs = defines.pop("kernel", None), costs_of(defines, problem.q.device)
+        variant = defines.pop("variant", "")
         with_defines(name, defines)
-        enter(name, prepare_ours(problem, kernel=kernel, costs=costs).run)
+        if variant:
+            arguments = variant_arguments(variant, problem)
+            exact = sample_problem(problem, layers - 1, (ORACLES[variant], arguments))
+            enter(name, prepare_ours(problem, variant, arguments, kernel=kernel, costs=costs).run, exact)
+        else:
+            enter(name, prepare_ours(problem, kernel=kernel, costs=costs).run)
     for peer in peers:
         try:
             enter(peer.name, peer.prepare(problem))

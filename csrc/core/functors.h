@@ -9,14 +9,20 @@
 
 namespace fi {
 
-// A row of queries or of keys as a functor sees it: element d, or 0 outside of the row.
+// A row of queries or of keys as a functor sees it: element d, or 0 outside of the row. A loader that says
+// how many elements there are (kSize) spares code that asks.
 template <class F, class Load>
 struct RowView {
   const Load& load;
   int32_t dim;
 
-  FI_DEVICE F operator[](int32_t d) const { return uint32_t(d) < uint32_t(dim) ? load(d) : F{}; }
-  FI_DEVICE int32_t size() const { return dim; }
+  FI_DEVICE F operator[](int32_t d) const { return uint32_t(d) < uint32_t(size()) ? load(d) : F{}; }
+  FI_DEVICE int32_t size() const {
+    if constexpr (requires { Load::kSize; })
+      return Load::kSize;
+    else
+      return dim;
+  }
 };
 
 // body(logit, key position), of each lane where the body takes no vectors.

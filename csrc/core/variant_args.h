@@ -58,6 +58,11 @@ FI_DEVICE float to_value(Float16 x) {
 #endif
 }
 
+#if defined(__CUDACC__)
+// What is read in place of an element that does not exist.
+static __device__ const uint64_t kNoElement = 0;
+#endif
+
 // A tensor parameter as a functor sees it. An index outside of it reads as 0: kernels ask about the keys of
 // whole tiles, and what they get for keys that do not exist is thrown away.
 template <class T, int kDims>
@@ -93,7 +98,13 @@ struct TensorArg {
   template <int kDim>
   FI_DEVICE Value at(int64_t offset, bool inside) const {
     const T* const data = static_cast<const T*>(tensor.data);
+#if defined(__CUDACC__)
+    // Without a condition, so that a loop need not read anew what stays the same.
+    const T *const element = data + offset, *const none = reinterpret_cast<const T*>(&kNoElement);
+    return to_value(*(inside & (data != nullptr) ? element : none));
+#else
     return inside && data ? to_value(data[offset]) : Value{};
+#endif
   }
   template <int kDim, class Index, class... Rest>
   FI_DEVICE auto at(int64_t offset, bool inside, Index index, Rest... rest) const {
@@ -104,8 +115,8 @@ struct TensorArg {
 #endif
     {
       const int64_t i = index;
-      return at<kDim + 1>(offset * tensor.sizes[kDim] + i, inside && i >= 0 && i < tensor.sizes[kDim],
-                          rest...);
+      return at<kDim + 1>(offset * tensor.sizes[kDim] + i,
+                          inside & (uint64_t(i) < uint64_t(tensor.sizes[kDim])), rest...);
     }
   }
 };

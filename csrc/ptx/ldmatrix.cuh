@@ -39,4 +39,13 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& v
                "r"(v.w));
 }
 
+__device__ __forceinline__ uint16_t load_shared_2(uint32_t address) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+  return v;
+}
+
+// __syncwarp() for what the functions above access.
+__device__ __forceinline__ void sync_warp() { asm volatile("bar.warp.sync 0xffffffff;"); }
+
 }  // namespace fi::ptx

@@ -39,12 +39,19 @@ template <class Traits, int kShare>
 struct TurningShare {
   using Lanes = TurningLanes<Traits>;
   static constexpr int kExact = 32, kPasses = ceil_div(kShare, Lanes::kRows);
+  // Rows of a lane that are loaded together, since loads do not pass the stores of those before. As many rows
+  // further on the swizzle is the same.
+  static constexpr int kTogether = Lanes::kRows >= 8            ? 1
+                                   : kPasses * Lanes::kRows < 8 ? kPasses
+                                                                : 8 / Lanes::kRows;
+  static_assert(kPasses % kTogether == 0 && (kPasses == kTogether || kTogether * Lanes::kRows % 8 == 0));
 
   const AttentionParams& p;
   const int chunk, row;  // of the first pass
   const bool turns;
   KeyIndexOf<int> key;
   Phases by_pass, by_step, now;
+  uint32_t low[kTogether], high[kTogether];  // where a lane's pairs of the first rows are in a tile
 
   // Rows [kShare part, kShare (part + 1)) of every tile from `first` on, `step` tiles apart.
   template <class Consumer>
@@ -56,6 +63,12 @@ struct TurningShare {
         key{x.w.request, x.w.kv_begin + first * Traits::kKvTile + row, x.w.kv_head} {
     by_pass = phases_of<Traits, Variant>(p, chunk, key, Lanes::kRows);
     by_step = phases_of<Traits, Variant>(p, chunk, key, step * Traits::kKvTile - kPasses * Lanes::kRows);
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      low[i] = swizzled(Traits::kKvTile, row + i * Lanes::kRows, chunk);
+      high[i] = swizzled(Traits::kKvTile, row + i * Lanes::kRows, chunk + Lanes::kChunks);
+      asm volatile("" : "+r"(low[i]), "+r"(high[i]));  // not to be worked out again in the loop
+    }
   }
 
   // Before the tile whose keys begin at `begin`.
@@ -65,10 +78,23 @@ struct TurningShare {
   }
 
   __device__ __forceinline__ void turn(uint32_t tile) {
-#pragma unroll 2
-    for (int pass = 0; pass < kPasses; ++pass) {
-      if (turns) turn_row<Traits>(tile, row + pass * Lanes::kRows, chunk, now);
-      now.advance(by_pass);
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses; pass += kTogether, tile += kTogether * Lanes::kRows * kRowBytes) {
+      TurningPairs<Traits> pairs[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        pairs[i].low = tile + low[i];
+        pairs[i].high = tile + high[i];
+        if (turns) pairs[i].load();
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (turns) {
+          pairs[i].turn(now);
+          pairs[i].store();
+        }
+        now.advance(by_pass);
+      }
     }
     now.advance(by_step);
   }

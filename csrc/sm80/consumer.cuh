@@ -293,6 +293,10 @@ struct Consumer {
     for (int t = 0; t < kN; ++t)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[t][e] = 0.f;
+    // Few keys are few chains of products, each of which waits for itself: odd ksteps have chains of their
+    // own.
+    constexpr bool kSplit = kN == 2 && kTransformsAlone<Traits>;
+    [[maybe_unused]] float odd[kN][4] = {};
     [[maybe_unused]] float whole[kN];
     if constexpr (kTransformsKeys) read_key_rows(k_tile, key_begin, whole);
     // One ldmatrix reads 16 keys x 2 chunks: one kstep of 16-bit elements, two of 8-bit ones.
@@ -326,12 +330,18 @@ struct Consumer {
             multiply8<T>(s[2 * n], a, b[n][j]);
             multiply8<T>(s[2 * n + 1], a, b[n][2 + j]);
           } else {
-            ptx::mma_m16n8k16<T>(s[2 * n], a, b[n][0], b[n][1]);
-            ptx::mma_m16n8k16<T>(s[2 * n + 1], a, b[n][2], b[n][3]);
+            auto& sums = kSplit && step % 2 ? odd : s;
+            ptx::mma_m16n8k16<T>(sums[2 * n], a, b[n][0], b[n][1]);
+            ptx::mma_m16n8k16<T>(sums[2 * n + 1], a, b[n][2], b[n][3]);
           }
         }
       }
     }
+    if constexpr (kSplit)
+#pragma unroll
+      for (int t = 0; t < kN; ++t)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[t][e] += odd[t][e];
   }
 
   // Elements of type U times four of one byte.

@@ -104,34 +104,45 @@ __device__ __forceinline__ Phases phases_of(const AttentionParams& p, int chunk,
   return found;
 }
 
+// Eight pairs of a row that a lane turns; low, high: where they are.
 template <class Traits>
-__device__ __forceinline__ void turn_row(uint32_t tile, int row, int chunk, const Phases& phases) {
+struct TurningPairs {
   using T = typename Traits::T;
-  const uint32_t low = tile + swizzled(Traits::kKvTile, row, chunk);
-  const uint32_t high = tile + swizzled(Traits::kKvTile, row, chunk + TurningLanes<Traits>::kChunks);
-  const uint4 a = ptx::load_shared_16(low), b = ptx::load_shared_16(high);
-  uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-  const auto turn = [&](int i, float& first, float& second) {
-    const float before = first;
-    first = before * phases.cosine[i] - second * phases.sine[i];
-    second = second * phases.cosine[i] + before * phases.sine[i];
-  };
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float2 u = ptx::unpack2<T>(x[i]), v = ptx::unpack2<T>(y[i]);
-    if constexpr (Variant::kTurnsNeighbours) {
-      turn(i, u.x, u.y);
-      turn(4 + i, v.x, v.y);
-    } else {
-      turn(2 * i, u.x, v.x);
-      turn(2 * i + 1, u.y, v.y);
-    }
-    x[i] = ptx::pack2<T>(u.x, u.y);
-    y[i] = ptx::pack2<T>(v.x, v.y);
+  uint32_t low, high;
+  uint4 first, second;
+
+  __device__ __forceinline__ void load() {
+    first = ptx::load_shared_16(low);
+    second = ptx::load_shared_16(high);
   }
-  ptx::store_shared_16(low, make_uint4(x[0], x[1], x[2], x[3]));
-  ptx::store_shared_16(high, make_uint4(y[0], y[1], y[2], y[3]));
-}
+  __device__ __forceinline__ void store() const {
+    ptx::store_shared_16(low, first);
+    ptx::store_shared_16(high, second);
+  }
+  __device__ __forceinline__ void turn(const Phases& phases) {
+    uint32_t x[4] = {first.x, first.y, first.z, first.w}, y[4] = {second.x, second.y, second.z, second.w};
+    const auto turn_pair = [&](int i, float& a, float& b) {
+      const float before = a;
+      a = before * phases.cosine[i] - b * phases.sine[i];
+      b = b * phases.cosine[i] + before * phases.sine[i];
+    };
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float2 u = ptx::unpack2<T>(x[i]), v = ptx::unpack2<T>(y[i]);
+      if constexpr (Variant::kTurnsNeighbours) {
+        turn_pair(i, u.x, u.y);
+        turn_pair(4 + i, v.x, v.y);
+      } else {
+        turn_pair(2 * i, u.x, v.x);
+        turn_pair(2 * i + 1, u.y, v.y);
+      }
+      x[i] = ptx::pack2<T>(u.x, u.y);
+      y[i] = ptx::pack2<T>(v.x, v.y);
+    }
+    first = make_uint4(x[0], x[1], x[2], x[3]);
+    second = make_uint4(y[0], y[1], y[2], y[3]);
+  }
+};
 
 // Turns of keys that follow from nothing but the functor, key by key.
 template <class Traits, class Variant>
@@ -144,7 +155,11 @@ __device__ __forceinline__ void turn_rows(const AttentionParams& p, const TileRo
   for (int row = rows.begin + lane / Lanes::kLanes; row < rows.end; row += Lanes::kRows) {
     Phases phases;
     set_phases<Traits, Variant>(phases, p, chunk, rows.index(row), 0);
-    turn_row<Traits>(tile, row, chunk, phases);
+    TurningPairs<Traits> pairs{tile + swizzled(Traits::kKvTile, row, chunk),
+                               tile + swizzled(Traits::kKvTile, row, chunk + Lanes::kChunks)};
+    pairs.load();
+    pairs.turn(phases);
+    pairs.store();
   }
 }
 
@@ -154,39 +169,95 @@ __device__ __noinline__ void turn_rows_in_one_copy(const AttentionParams& p, con
   turn_rows<Traits, Variant>(p, rows);
 }
 
-// By any functor: element d of the row at `row` is transform(load, d, index, whole), where `whole` is what
+// Element `i` of 16 bytes. Words are chosen, not indexed: an index that is not known would put them in
+// memory.
+template <typename T>
+__device__ __forceinline__ float element_of(const uint4& chunk, int i) {
+  const uint32_t word = i & 4 ? (i & 2 ? chunk.w : chunk.z) : (i & 2 ? chunk.y : chunk.x);
+  const float2 both = ptx::unpack2<T>(word);
+  return i & 1 ? both.y : both.x;
+}
+
+// Gives element d of a row for which a lane has the 16 bytes at chunk `own`, where functors mostly look.
+template <class Traits, int kDim>
+struct RowInTile {
+  using T = typename Traits::T;
+  static constexpr int kSize = kDim;
+  uint32_t tile;
+  int row, own;  // its first element there
+  float scale;
+  uint4 chunk;
+
+  __device__ __forceinline__ float operator()(int d) const {
+    if (uint32_t(d - own) < 8) return scale * element_of<T>(chunk, d - own);
+    const uint16_t bits = ptx::load_shared_2(tile + swizzled(Traits::kKvTile, row, d >> 3) + (d & 7) * 2);
+    return scale * ptx::unpack2<T>(bits).x;
+  }
+};
+// Gives element d of a row of which one lane reads all.
+template <class Traits, int kDim>
+struct WholeRow {
+  static constexpr int kSize = kDim;
+  uint32_t tile;
+  int row;
+  float scale;
+
+  __device__ __forceinline__ float operator()(int d) const {
+    const auto* const at =
+        static_cast<const char*>(__cvta_shared_to_generic(tile)) + swizzled(Traits::kKvTile, row, d >> 3);
+    return scale * element_of<typename Traits::T>(*reinterpret_cast<const uint4*>(at), d & 7);
+  }
+};
+
+// By any functor: element d of a row is transform(load, d, index, whole), where `whole` is what
 // whole_row(load, index) made of it, worked out by one lane. Rows outside of [begin, end) stay as they are.
-template <class Traits, int kHeadDim, class WholeRow, class Transform>
-__device__ __forceinline__ void transform_rows(const TileRows& rows, float scale, WholeRow whole_row,
+template <class Traits, int kDim, class GetWhole, class Transform>
+__device__ __forceinline__ void transform_rows(const TileRows& rows, float scale, GetWhole whole_row,
                                                Transform transform) {
   using T = typename Traits::T;
-  constexpr int kChunks = kHeadDim / 8, kLanes = lanes_for(kChunks), kAtOnce = 32 / kLanes, kElements = 8;
-  static_assert(kChunks <= 32 && kElements == 8);
+  constexpr int kChunks = kDim / 8, kLanes = lanes_for(kChunks), kAtOnce = 32 / kLanes;
+  // Rows whose elements are made beside each other, from parameters that are read once. Functors of keys that
+  // turn are long and rarely run.
+  constexpr int kTogether = Variant::kTurnsKeys ? 1 : 4;
+  static_assert(kChunks <= 32);
   const int lane = threadIdx.x % 32, chunk = lane % kLanes;
+  const int own_chunk = min(chunk, kChunks - 1), begin = own_chunk * 8;
   const uint32_t tile = ptx::shared_address(rows.tile);
 #pragma unroll 1
   for (int first = rows.begin; first < rows.end; first += 32) {
     const int own = min(first + lane, rows.end - 1);
-    const float own_whole = whole_row(element_loader<Traits>(tile, own, scale), rows.index(own));
+    const float own_whole = whole_row(WholeRow<Traits, kDim>{tile, own, scale}, rows.index(own));
+    ptx::sync_warp();
 #pragma unroll 1
-    for (int at = 0; at < min(32, rows.end - first); at += kAtOnce) {
-      const int row = min(first + at + lane / kLanes, rows.end - 1);
-      const float whole = __shfl_sync(~0u, own_whole, row - first);
-      const bool mine = first + at + lane / kLanes < rows.end && chunk < kChunks;
-      const auto load = element_loader<Traits>(tile, row, scale);
-      uint32_t made[kElements / 2];
+    for (int at = 0; at < min(32, rows.end - first); at += kTogether * kAtOnce) {
+      RowInTile<Traits, kDim> load[kTogether];
+      float whole[kTogether];
 #pragma unroll
-      for (int i = 0; i < kElements / 2; ++i) {
-        const int d = min(chunk, kChunks - 1) * kElements + 2 * i;
-        made[i] = ptx::pack2<T>(transform(load, d, rows.index(row), whole),
-                                transform(load, d + 1, rows.index(row), whole));
+      for (int j = 0; j < kTogether; ++j) {
+        const int row = min(first + at + j * kAtOnce + lane / kLanes, rows.end - 1);
+        whole[j] = __shfl_sync(~0u, own_whole, row - first);
+        const uint32_t address = tile + swizzled(Traits::kKvTile, row, own_chunk);
+        load[j] = {tile, row, begin, scale, ptx::load_shared_16(address)};
       }
-      __syncwarp();  // all lanes have read the row
-      if (mine)
-        *reinterpret_cast<uint4*>(rows.tile + swizzled(Traits::kKvTile, row, chunk)) =
-            make_uint4(made[0], made[1], made[2], made[3]);
+      uint32_t made[kTogether][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          const int d = begin + 2 * i;
+          const auto index = rows.index(load[j].row);
+          made[j][i] = ptx::pack2<T>(transform(load[j], d, index, whole[j]),
+                                     transform(load[j], d + 1, index, whole[j]));
+        }
+      ptx::sync_warp();  // all lanes have read the rows
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j)
+        if (first + at + j * kAtOnce + lane / kLanes < rows.end && chunk < kChunks)
+          ptx::store_shared_16(tile + swizzled(Traits::kKvTile, load[j].row, own_chunk),
+                               make_uint4(made[j][0], made[j][1], made[j][2], made[j][3]));
     }
   }
+  __syncwarp();
 }
 
 // One copy in a module: the code of a functor may be long.

@@ -8,6 +8,7 @@ from fi_backend.core.variant import AttentionVariant, TensorParam
 # The bodies of queries and keys are the same but for the names of the weights.
 _RMS = """
   float sum = 0;
+  FI_UNROLL_BY(8)
   for (int i = 0; i < x.size(); ++i) sum += x[i] * x[i];
   return rsqrt(sum / x.size() + params.eps);
 """

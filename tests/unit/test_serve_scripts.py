@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ import serve_prefixes_sglang
 import serve_trace
 from fi_backend.benchmarks.serving.client import LoadRun
 from fi_backend.benchmarks.serving.protocols import Outcome
+from recording import run_main
 
 Script = Callable[..., dict[str, Any]]
 
@@ -86,6 +89,38 @@ def test_prefixes_in_rounds(script: Script, module: Any) -> None:
         assert len(row["round_s"]) == 3
         assert row["ttft_ms"]["count"] == 2 * 6
         check_lags(row, 2 * 6)
+
+
+class SlowToStop(Served):
+    """Is ended from outside while it stops."""
+
+    stopped: list[bool]
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.stopped.append(True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("module", [serve_prefixes, serve_prefixes_sglang])
+def test_what_was_measured_stays_when_the_script_is_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: Any
+) -> None:
+    path = tmp_path / "record.json"
+    SlowToStop.stopped = []
+    for name in ("VllmServer", "SglangServer"):
+        monkeypatch.setattr(module, name, SlowToStop, raising=False)
+    monkeypatch.setattr(module, "circumstances", lambda *_: {"gpu": "none"})
+    sizes = ("--shape=tiny", "--requests=4", "--groups=2", "--common=32", "--group=16", "--own=8")
+    options = ("--answer=3", "--rounds=2", "--way=flat", "--way=shared", f"--json={path}")
+    monkeypatch.setattr(sys, "argv", ["script", *sizes, *options])
+    with pytest.raises(SystemExit) as end:
+        run_main(module.main)
+    assert end.value.code == 128 + signal.SIGTERM
+    assert SlowToStop.stopped == [True]
+    rows = json.loads(path.read_text())["rows"]
+    assert list(rows) == ["flat"]
+    assert (rows["flat"]["errors"], len(rows["flat"]["round_s"])) == (0, 2)
 
 
 def test_copied_answers_are_judged(

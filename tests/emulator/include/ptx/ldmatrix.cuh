@@ -42,6 +42,12 @@ inline uint4 load_shared_16(uint32_t address) {
   std::memcpy(&v, emulator::machine().at(address, 16), 16);
   return v;
 }
+inline uint16_t load_shared_2(uint32_t address) {
+  uint16_t v;
+  std::memcpy(&v, emulator::machine().at(address, 2), 2);
+  return v;
+}
+inline void sync_warp() { __syncwarp(); }
 inline void store_shared_16(uint32_t address, const uint4& v) {
   emulator::machine().note_writes();
   std::memcpy(emulator::machine().at(address, 16), &v, 16);

@@ -286,6 +286,10 @@ struct Consumer {
     ptx::mma_m16n8k16<T>(d, a, pair_at(lo), pair_at(lo + (Traits::kFp8 ? 2 : 8)));
   }
 
+  // Whether 8 kN keys are what a warp takes at a time that transforms them alone.
+  template <int kN>
+  static constexpr bool kFewKeys = kN == kKeysAlone / 8 && kTransformsAlone<Traits>;
+
   // Logits of 8 kN keys.
   template <int kN>
   __device__ __forceinline__ void logits(uint32_t k_tile, int key_begin, float (&s)[kN][4]) {
@@ -295,7 +299,7 @@ struct Consumer {
       for (int e = 0; e < 4; ++e) s[t][e] = 0.f;
     // Few keys are few chains of products, each of which waits for itself: odd ksteps have chains of their
     // own.
-    constexpr bool kSplit = kN == 2 && kTransformsAlone<Traits>;
+    constexpr bool kSplit = kFewKeys<kN>;
     [[maybe_unused]] float odd[kN][4] = {};
     [[maybe_unused]] float whole[kN];
     if constexpr (kTransformsKeys) read_key_rows(k_tile, key_begin, whole);
@@ -393,6 +397,9 @@ struct Consumer {
   // Turns logits into weights and shrinks the output so far by as much as the maximum grew.
   template <int kRows, int kN>
   __device__ __forceinline__ void weigh(float scale, float (&s)[kN][4]) {
+    // Beside few keys the shuffles of a maximum would be a large part of all. Halfs leave no room above it.
+    if constexpr (kFewKeys<kN> && kWeightBits<Weight> == 0.f)
+      if (state.template update_below<kRows>(scale, s)) return;
     float shrink[2];
     state.template update<Weight, kRows>(scale, s, shrink);
     if constexpr (kRows == 1) shrink[1] = shrink[0];

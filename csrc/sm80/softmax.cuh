@@ -100,24 +100,37 @@ struct RowState {
   // of the time, and later tiles rarely hold a much greater one. Returns false, with state and logits as they
   // were, where a row of the warp would get weights above kMost, has no maximum yet or meets a NaN, all of
   // which its sum shows.
-  template <int kTiles>
+  template <int kRows = 2, int kTiles>
   __device__ __forceinline__ bool weigh_below(float scale, const float (&s)[kTiles][4],
                                               float (&weights)[kTiles][4]) {
     constexpr float kMost = 65536.f;  // small beside the range of floats, in which outputs add up
     // Columns apart: an addition beside each exponential, which waits for none of the others.
-    float total[2][2];
+    float total[kRows][2];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
+      for (int e = 0; e < 2 * kRows; ++e) {
         const float x = ptx::exp2_approx(fmaf(s[t][e], scale, -max[e / 2]));
         total[e / 2][e % 2] = t ? total[e / 2][e % 2] + x : x;
         weights[t][e] = x;
       }
-    const float all[2] = {total[0][0] + total[0][1], total[1][0] + total[1][1]};
-    if (__any_sync(~0u, !(all[0] <= kMost && all[1] <= kMost))) return false;
+    constexpr int kLast = kRows - 1;
+    const float all[2] = {total[0][0] + total[0][1], total[kLast][0] + total[kLast][1]};
+    if (__any_sync(~0u, !(all[0] <= kMost && all[kLast] <= kMost))) return false;
     sum[0] += all[0];
-    sum[1] += all[1];
+    if constexpr (kRows == 2) sum[1] += all[1];
+    return true;
+  }
+
+  // The same in place of the logits.
+  template <int kRows, int kTiles>
+  __device__ __forceinline__ bool update_below(float scale, float (&s)[kTiles][4]) {
+    float weights[kTiles][4];
+    if (!weigh_below<kRows>(scale, s, weights)) return false;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int e = 0; e < 2 * kRows; ++e) s[t][e] = weights[t][e];
     return true;
   }
 

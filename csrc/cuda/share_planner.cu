@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "block.cuh"
+#include "early_launch.cuh"
 #include "planner.h"
 
 namespace fi::cuda {
@@ -21,6 +22,7 @@ static_assert(sizeof(ShareMemory<true>) <= 227 * 1024);
 __global__ void __launch_bounds__(kPlanThreads, 1)
     share_kernel(const __grid_constant__ DeviceShareArgs args) {
 #if defined(__CUDA_ARCH__)
+  begin_grid();
   CudaBlock block;
   plan_shared(block, args, shared_memory<ShareMemory<plans_beside(__CUDA_ARCH__ / 100)>>());
 #endif
@@ -28,15 +30,18 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 
 class Launch {
  public:
-  Launch(int ctas, int major, cudaStream_t stream) {
+  Launch(int ctas, int major, cudaStream_t stream, bool early) {
     config_.gridDim = dim3(unsigned(ctas));
     config_.blockDim = dim3(kPlanThreads);
     config_.dynamicSmemBytes = memory_bytes(major);
     config_.stream = stream;
-    attribute_.id = cudaLaunchAttributeClusterDimension;
-    attribute_.val.clusterDim = {unsigned(ctas), 1, 1};
-    config_.attrs = &attribute_;
-    config_.numAttrs = ctas > 1;
+    if (ctas > 1) {
+      cudaLaunchAttribute& cluster = attributes_[config_.numAttrs++];
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim = {unsigned(ctas), 1, 1};
+    }
+    if (early) attributes_[config_.numAttrs++] = early_launch();
+    config_.attrs = attributes_;
   }
   Launch(const Launch&) = delete;
   const cudaLaunchConfig_t* config() const { return &config_; }
@@ -47,7 +52,7 @@ class Launch {
 
  private:
   cudaLaunchConfig_t config_{};
-  cudaLaunchAttribute attribute_{};
+  cudaLaunchAttribute attributes_[2]{};
 };
 
 cudaError_t find_major(int* major) {
@@ -69,7 +74,8 @@ cudaError_t prepare_share_planner(int* ctas) {
   // A slice of a GPU may have no room for the largest cluster.
   for (int size = kClusterSize; error == cudaSuccess && major >= 9 && size > 1 && *ctas == 1; size /= 2) {
     int clusters = 0;
-    error = cudaOccupancyMaxActiveClusters(&clusters, share_kernel, Launch(size, major, nullptr).config());
+    error =
+        cudaOccupancyMaxActiveClusters(&clusters, share_kernel, Launch(size, major, nullptr, false).config());
     if (clusters > 0) *ctas = size;
   }
   return error;
@@ -78,8 +84,9 @@ cudaError_t prepare_share_planner(int* ctas) {
 cudaError_t plan_shared_on_device(const DeviceShareArgs& args, int ctas, cudaStream_t stream) {
   int major = 0;
   const cudaError_t error = find_major(&major);
-  return error == cudaSuccess ? cudaLaunchKernelEx(Launch(ctas, major, stream).config(), share_kernel, args)
-                              : error;
+  return error == cudaSuccess
+             ? cudaLaunchKernelEx(Launch(ctas, major, stream, kLaunchesEarly).config(), share_kernel, args)
+             : error;
 }
 
 }  // namespace fi::cuda

@@ -29,7 +29,15 @@ FI_DEVICE float rsqrt(float x) {
   return 1.0f / sqrtf(x);
 #endif
 }
-FI_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+// On a GPU without the branches of an exact division, behind which nothing is read ahead: within 2^-17 of the
+// value.
+FI_DEVICE float sigmoid(float x) {
+#if defined(__CUDACC__)
+  return __fdividef(1.0f, 1.0f + __expf(-x));
+#else
+  return 1.0f / (1.0f + expf(-x));
+#endif
+}
 
 // The nearest integer, for |x| < 2^22. On a GPU two additions: a conversion has a quarter of their rate or
 // less, and shares its unit with sines.

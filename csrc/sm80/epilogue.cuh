@@ -100,10 +100,12 @@ __device__ __forceinline__ void store_partial(const Consumer<Traits>& x, int fir
   }
 }
 
-// Row half r of the output becomes what the variant makes of it, with nothing left to multiply.
+// Row half r of the output becomes what the variant makes of it, with nothing left to multiply. One condition
+// for all: behind one of its own each functor would wait for what it reads of memory.
 template <class Traits>
 __device__ __forceinline__ void transform_columns(Consumer<Traits>& x, int r, const RowIndex& i, float lse,
                                                   float& factor) {
+  if (lse == -INFINITY) return;
 #pragma unroll
   for (int n = 0; n < Consumer<Traits>::kColumns; ++n)
 #pragma unroll
@@ -112,8 +114,7 @@ __device__ __forceinline__ void transform_columns(Consumer<Traits>& x, int r, co
       const int within = Traits::kFp8 ? (x.lane % 4) * 4 + 2 * e + n % 2 : n % 2 * 8 + (x.lane % 4) * 2 + e;
       const int column = x.column_warp * Traits::kWarpColumns + n / 2 * 16 + within;
       float& o = x.out[n][2 * r + e];
-      o *= factor;
-      if (lse != -INFINITY) o = Variant::output_transform(x.p, o, column, i, lse);
+      o = Variant::output_transform(x.p, o * factor, column, i, lse);
     }
   factor = 1.f;
 }

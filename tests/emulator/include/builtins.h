@@ -167,6 +167,7 @@ inline float __fmaf_ru(float a, float b, float c) {
   return near < exact ? std::nextafter(near, INFINITY) : near;
 }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float x) { return expf(x); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t both = a | uint64_t(b) << 32;
   uint32_t result = 0;

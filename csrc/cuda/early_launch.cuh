@@ -10,8 +10,12 @@
 
 namespace fi::cuda {
 
+// Off until it has been measured.
+#if !defined(FI_EARLY_LAUNCH)
+#define FI_EARLY_LAUNCH 0
+#endif
 // A module is compiled for one target.
-inline constexpr bool kLaunchesEarly = (__CUDA_ARCH_LIST__) >= 900;
+inline constexpr bool kLaunchesEarly = FI_EARLY_LAUNCH && (__CUDA_ARCH_LIST__) >= 900;
 
 // The first thing that such a kernel does: nothing in global memory is touched before. What depends on it
 // begins behind the grids before this one too, so that its own wait need not be told of them.

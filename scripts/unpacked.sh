@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Runs a command of this checkout on an engine that is unpacked, not installed, and ends all that it started:
 #   scripts/unpacked.sh ENGINE_FOLDER COMMAND ...
-#   WHEELS=wheels MODULES=modules.tar.xz scripts/unpacked.sh /tmp/vllm python3 scripts/serve_prefixes.py --json FILE
+#   WHEELS=wheels MODULES=modules.tar.xz scripts/unpacked.sh vllm python3 scripts/serve_prefixes.py --json FILE
 # WHEELS: folder of wheels that come before the engine's packages, such as apache-tvm-ffi. MODULES: an archive of
 # what scripts/gpu_modules.py compiled. LIMIT: seconds until the command is ended as Ctrl-C would (default 540).
 # Exits with 3 if another process holds the memory of the GPU: an engine would only start to fail.

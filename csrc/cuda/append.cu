@@ -7,7 +7,6 @@
 #include <initializer_list>
 
 #include "divide.cuh"
-#include "early_launch.cuh"
 #include "elements.cuh"
 
 namespace fi::cuda {
@@ -40,7 +39,6 @@ struct Arguments {
 
 template <Dtype From, Dtype To, int N>
 __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant__ Arguments a) {
-  begin_grid();
   using FromRun = Run<From, N>;
   using ToRun = Run<To, N>;
   const Side& s = a.side[blockIdx.z];
@@ -139,7 +137,8 @@ cudaError_t launch(const AppendParams& p, const AppendSide* sides, int num_sides
       ::min(columns, ::max((columns + kTokens - 1) / kTokens, kBlocks / (parts * num_sides)));
   const dim3 grid{unsigned(blocks), unsigned(parts), unsigned(num_sides)};
   const dim3 block{unsigned(width), unsigned(height)};
-  return launch_early(append_kernel<From, To, N>, grid, block, 0, stream, a);
+  append_kernel<From, To, N><<<grid, block, 0, stream>>>(a);
+  return cudaGetLastError();
 }
 
 template <Dtype From, Dtype To>

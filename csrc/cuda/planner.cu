@@ -2,7 +2,6 @@
 #include <cuda_runtime.h>
 
 #include "block.cuh"
-#include "early_launch.cuh"
 #include "planner.h"
 
 namespace fi::cuda {
@@ -14,7 +13,6 @@ using PlanMemory = Planner::Memory;
 static_assert(sizeof(PlanMemory) <= 99 * 1024);
 
 __global__ void __launch_bounds__(kPlanThreads, 1) plan_kernel(const __grid_constant__ DevicePlanArgs args) {
-  begin_grid();
   CudaBlock block;
   Planner(block, args, shared_memory<PlanMemory>()).run();
 }
@@ -27,7 +25,8 @@ cudaError_t prepare_planner() {
 }
 
 cudaError_t plan_on_device(const DevicePlanArgs& args, cudaStream_t stream) {
-  return launch_early(plan_kernel, dim3(1), dim3(kPlanThreads), sizeof(PlanMemory), stream, args);
+  plan_kernel<<<1, kPlanThreads, sizeof(PlanMemory), stream>>>(args);
+  return cudaGetLastError();
 }
 
 }  // namespace fi::cuda

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "block.cuh"
-#include "early_launch.cuh"
 #include "planner.h"
 
 namespace fi::cuda {
@@ -22,7 +21,6 @@ static_assert(sizeof(ShareMemory<true>) <= 227 * 1024);
 __global__ void __launch_bounds__(kPlanThreads, 1)
     share_kernel(const __grid_constant__ DeviceShareArgs args) {
 #if defined(__CUDA_ARCH__)
-  begin_grid();
   CudaBlock block;
   plan_shared(block, args, shared_memory<ShareMemory<plans_beside(__CUDA_ARCH__ / 100)>>());
 #endif
@@ -30,18 +28,15 @@ __global__ void __launch_bounds__(kPlanThreads, 1)
 
 class Launch {
  public:
-  Launch(int ctas, int major, cudaStream_t stream, bool early) {
+  Launch(int ctas, int major, cudaStream_t stream) {
     config_.gridDim = dim3(unsigned(ctas));
     config_.blockDim = dim3(kPlanThreads);
     config_.dynamicSmemBytes = memory_bytes(major);
     config_.stream = stream;
-    if (ctas > 1) {
-      cudaLaunchAttribute& cluster = attributes_[config_.numAttrs++];
-      cluster.id = cudaLaunchAttributeClusterDimension;
-      cluster.val.clusterDim = {unsigned(ctas), 1, 1};
-    }
-    if (early) attributes_[config_.numAttrs++] = early_launch();
-    config_.attrs = attributes_;
+    attribute_.id = cudaLaunchAttributeClusterDimension;
+    attribute_.val.clusterDim = {unsigned(ctas), 1, 1};
+    config_.attrs = &attribute_;
+    config_.numAttrs = ctas > 1;
   }
   Launch(const Launch&) = delete;
   const cudaLaunchConfig_t* config() const { return &config_; }
@@ -52,7 +47,7 @@ class Launch {
 
  private:
   cudaLaunchConfig_t config_{};
-  cudaLaunchAttribute attributes_[2]{};
+  cudaLaunchAttribute attribute_{};
 };
 
 cudaError_t find_major(int* major) {
@@ -74,8 +69,7 @@ cudaError_t prepare_share_planner(int* ctas) {
   // A slice of a GPU may have no room for the largest cluster.
   for (int size = kClusterSize; error == cudaSuccess && major >= 9 && size > 1 && *ctas == 1; size /= 2) {
     int clusters = 0;
-    error =
-        cudaOccupancyMaxActiveClusters(&clusters, share_kernel, Launch(size, major, nullptr, false).config());
+    error = cudaOccupancyMaxActiveClusters(&clusters, share_kernel, Launch(size, major, nullptr).config());
     if (clusters > 0) *ctas = size;
   }
   return error;
@@ -84,9 +78,8 @@ cudaError_t prepare_share_planner(int* ctas) {
 cudaError_t plan_shared_on_device(const DeviceShareArgs& args, int ctas, cudaStream_t stream) {
   int major = 0;
   const cudaError_t error = find_major(&major);
-  return error == cudaSuccess
-             ? cudaLaunchKernelEx(Launch(ctas, major, stream, kLaunchesEarly).config(), share_kernel, args)
-             : error;
+  return error == cudaSuccess ? cudaLaunchKernelEx(Launch(ctas, major, stream).config(), share_kernel, args)
+                              : error;
 }
 
 }  // namespace fi::cuda

@@ -7,8 +7,4 @@ namespace fi::ptx {
 // Waits until the grids before this one are complete and what they wrote is visible.
 __device__ __forceinline__ void wait_for_grids() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Lets grids that were launched to depend on this one begin, once all of its blocks have said so or ended.
-// They see what it writes only behind wait_for_grids().
-__device__ __forceinline__ void start_dependent_grids() { asm volatile("griddepcontrol.launch_dependents;"); }
-
 }  // namespace fi::ptx

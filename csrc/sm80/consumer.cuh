@@ -3,9 +3,8 @@
 // Tiles of fewer rows than the warps could hold spread their KV tiles over warps; nobody waits for another
 // warp's arithmetic until the states are combined at the end.
 #pragma once
-#include "ptx/ldmatrix.cuh"
+#include "fragments.cuh"
 #include "ptx/wgmma.cuh"
-#include "softmax.cuh"
 #include "tiles_in_place.cuh"
 #include "transformed_tiles.cuh"
 
@@ -30,10 +29,11 @@ __device__ __forceinline__ int row_groups_log2(const Work& w) { return max(w.til
 __device__ __forceinline__ int row_groups(const Work& w) { return 1 << row_groups_log2(w); }
 
 template <class Traits>
-struct Consumer {
+struct Consumer : Fragments<Traits> {
   using T = typename Traits::T;
   using TKV = typename Traits::TKV;
   using Weight = WeightOf<Traits>;
+  using Fragments<Traits>::read_values, Fragments<Traits>::multiply_values;
   static constexpr int kMaxGroupsLog2 = Traits::kMaxGroups == 8 ? 3 : 2;
   static_assert(1 << kMaxGroupsLog2 == Traits::kMaxGroups);
   static constexpr int kQSteps = Traits::kHeadDim / 16;  // ksteps of Q K^T
@@ -331,8 +331,8 @@ struct Consumer {
             multiply_transformed(s[2 * n + 1], a, k_tile, key_begin, 2 * n + 1, step, whole[2 * n + 1]);
           } else if constexpr (Traits::kFp8) {
             // A register holds four of a key's elements: of one kstep under the permuted order.
-            multiply8<T>(s[2 * n], a, b[n][j]);
-            multiply8<T>(s[2 * n + 1], a, b[n][2 + j]);
+            Fragments<Traits>::template multiply8<T>(s[2 * n], a, b[n][j]);
+            Fragments<Traits>::template multiply8<T>(s[2 * n + 1], a, b[n][2 + j]);
           } else {
             auto& sums = kSplit && step % 2 ? odd : s;
             ptx::mma_m16n8k16<T>(sums[2 * n], a, b[n][0], b[n][1]);
@@ -346,13 +346,6 @@ struct Consumer {
       for (int t = 0; t < kN; ++t)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[t][e] += odd[t][e];
-  }
-
-  // Elements of type U times four of one byte.
-  template <typename U>
-  __device__ __forceinline__ static void multiply8(float (&d)[4], const uint32_t (&a)[4], uint32_t four) {
-    if constexpr (Traits::kFp8)
-      ptx::mma_m16n8k16<U>(d, a, ptx::widen2<U, TKV>(four), ptx::widen2<U, TKV>(four >> 16));
   }
 
   // Whether all rows see all keys from key_begin on.
@@ -411,25 +404,6 @@ struct Consumer {
       for (int e = 0; e < 4; ++e) out[n][e] *= shrink[e / 2];
   }
 
-  // Weights of 16 keys as an A fragment. Of one row: behind its weights what they are rounded by.
-  template <int kRows = 2, int kN>
-  __device__ __forceinline__ static void weights_fragment(const float (&s)[kN][4], int step,
-                                                          uint32_t (&a)[4]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float (&f)[4] = s[2 * step + half];
-      a[2 * half] = ptx::pack2<Weight>(f[0], f[1]);
-      if constexpr (kRows == 2) {
-        a[2 * half + 1] = ptx::pack2<Weight>(f[2], f[3]);
-      } else if constexpr (Variant::kSoftmax) {
-        const float2 rounded = ptx::unpack2<Weight>(a[2 * half]);
-        a[2 * half + 1] = ptx::pack2<Weight>(f[0] - rounded.x, f[1] - rounded.y);
-      } else {
-        a[2 * half + 1] = 0;  // a weight may be infinite
-      }
-    }
-  }
-
   // The products of the weights and of what they were rounded by.
   __device__ __forceinline__ void join_halves() {
 #pragma unroll
@@ -448,7 +422,7 @@ struct Consumer {
     for (int t = 0; t < kN / 2; t += kSteps) {
       uint32_t a[kSteps][4];
 #pragma unroll
-      for (int j = 0; j < kSteps; ++j) weights_fragment<kRows>(s, t + j, a[j]);
+      for (int j = 0; j < kSteps; ++j) Fragments<Traits>::template weights_fragment<kRows>(s, t + j, a[j]);
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
         const int block = column_warp * kBlocks + n;
@@ -466,27 +440,6 @@ struct Consumer {
 #pragma unroll
         for (int j = 0; j < kSteps; ++j) multiply_values(out[2 * n], out[2 * n + 1], a[j], b, j);
       }
-    }
-  }
-
-  // 16 columns of V, block `block`, of the 16 keys at `rows`, or of 32 keys of one byte an element.
-  __device__ __forceinline__ static void read_values(uint32_t (&b)[4], uint32_t rows, int block, int lane) {
-    const int key = Traits::kFp8 ? lane : lane % 16, chunk = Traits::kFp8 ? block : block * 2 + (lane >> 4);
-    ptx::ldmatrix_x4_trans(
-        b, rows + key * kRowBytes + (chunk >> 3) * (kKvTile * kRowBytes) + (((chunk & 7) ^ (lane & 7)) << 4));
-  }
-
-  // Adds the product of 16 keys' weights with what read_values() read of them, kstep j.
-  __device__ __forceinline__ static void multiply_values(float (&left)[4], float (&right)[4],
-                                                         const uint32_t (&a)[4], const uint32_t (&b)[4],
-                                                         int j) {
-    if constexpr (Traits::kFp8) {
-      // Even and odd columns part: the left fragment holds columns 0, 2, .. 14 of the block.
-      multiply8<Weight>(left, a, __byte_perm(b[2 * j], b[2 * j + 1], 0x6420));
-      multiply8<Weight>(right, a, __byte_perm(b[2 * j], b[2 * j + 1], 0x7531));
-    } else {
-      ptx::mma_m16n8k16<T>(left, a, b[0], b[1]);
-      ptx::mma_m16n8k16<T>(right, a, b[2], b[3]);
     }
   }
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -44,3 +45,18 @@ def circumstances(engine: str = "vllm") -> dict[str, Any]:
         },
         "command": without_folders(command),
     }
+
+
+class Record:
+    """A record with a row for each way of serving; `path`: rewritten after each, None for no file."""
+
+    def __init__(self, head: dict[str, Any], path: Path | None) -> None:
+        self._path = path
+        self.rows: dict[str, dict[str, Any]] = {}
+        self._whole = head | {"rows": self.rows}
+
+    def keep(self, way: str, row: dict[str, Any]) -> None:
+        """Add the row of a way, in place of what was kept of it before."""
+        self.rows[way] = row
+        if self._path:
+            self._path.write_text(json.dumps(self._whole, indent=2) + "\n")

@@ -16,7 +16,6 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from fi_backend.benchmarks.serving.server import ServerError, VllmServer
 from fi_backend.core.counters import read_stats, total
 from latencies import lags, percentiles
 from models import dummy_llama
-from recording import circumstances, run_main
+from recording import Record, circumstances, run_main
 from serve_trace import GRAPHS
 
 # Way of serving: the attention back end, and what it does without.
@@ -44,33 +43,22 @@ WAYS = {
 _COUNTS = ("layers", "steps", "plans", "attention_calls", "replayed_calls", "captured_calls")
 _SHARED = ("shared_plans", "prefix_nodes", "kv_tokens_saved", "kv_bytes_saved")
 
-Keep = Callable[[str, dict[str, Any]], None]
-"""Takes the row of a way of serving."""
-
 
 def main() -> None:
     chosen = _arguments()
-    record = circumstances()
-    record["workload"] = {name: getattr(chosen, name) for name in WORKLOAD} | {"shape": chosen.shape}
-    record["rows"] = {}
+    workload = {name: getattr(chosen, name) for name in WORKLOAD} | {"shape": chosen.shape}
+    record = Record(circumstances() | {"workload": workload}, chosen.json)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         layers = dummy_llama.make(model, chosen.shape)
-
-        def keep(way: str, row: dict[str, Any]) -> None:
-            """Write the record after each, should a later one be ended."""
-            record["rows"][way] = row
-            if chosen.json:
-                chosen.json.write_text(json.dumps(record, indent=2) + "\n")
-
         for way in chosen.way or ["shared", "flat", "FLASH_ATTN"]:
             try:
-                row = _serve(chosen, way, model, layers, Path(folder), keep)
+                row = _serve(chosen, way, model, layers, Path(folder), record)
             except ServerError as error:
-                row = record["rows"].get(way, {}) | {"problem": str(error)[-2000:]}
-            keep(way, row)
+                row = record.rows.get(way, {}) | {"problem": str(error)[-2000:]}
+            record.keep(way, row)
             print(f"{way:<12} {json.dumps(row)}", flush=True)
-    stop_at_problems(record["rows"])
+    stop_at_problems(record.rows)
 
 
 WORKLOAD = {
@@ -131,7 +119,7 @@ def row_of(rounds: list[LoadRun], ready: float) -> dict[str, Any]:
 
 
 def _serve(
-    chosen: argparse.Namespace, way: str, model: Path, layers: int, folder: Path, keep: Keep
+    chosen: argparse.Namespace, way: str, model: Path, layers: int, folder: Path, record: Record
 ) -> dict[str, Any]:
     backend, without = WAYS[way]
     length = chosen.common + chosen.group + chosen.own + chosen.answer
@@ -152,7 +140,7 @@ def _serve(
             run_load(server.url, OpenAiCompletions(), str(model), requests)
             for requests in rounds_of(chosen, dummy_llama.SHAPES[chosen.shape]["vocab_size"])
         ]
-        keep(way, row_of(rounds, ready))  # stopping may take its time
+        record.keep(way, row_of(rounds, ready))  # stopping may take its time
         preemptions = server.metric("vllm:num_preemptions_total")
     return {**row_of(rounds, ready), "preemptions": preemptions, **counts(stats, layers, backend, without)}
 

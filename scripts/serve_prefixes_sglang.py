@@ -21,8 +21,8 @@ from fi_backend.benchmarks.serving.engines import ENGINES
 from fi_backend.benchmarks.serving.protocols import SglangGenerate
 from fi_backend.benchmarks.serving.server import ServerError, SglangServer
 from models import dummy_llama
-from recording import circumstances, run_main
-from serve_prefixes import WORKLOAD, Keep, add_workload, counts, parse, rounds_of, row_of, stop_at_problems
+from recording import Record, circumstances, run_main
+from serve_prefixes import WORKLOAD, add_workload, counts, parse, rounds_of, row_of, stop_at_problems
 
 # Way of serving: the attention back end, and what it does without.
 WAYS = {
@@ -36,29 +36,19 @@ WAYS = {
 
 def main() -> None:
     chosen = _arguments()
-    record = circumstances("sglang")
-    record["workload"] = {name: getattr(chosen, name) for name in WORKLOAD} | {
-        name: getattr(chosen, name) for name in ("shape", "page_size")
-    }
-    record["rows"] = {}
+    workload = {name: getattr(chosen, name) for name in (*WORKLOAD, "shape", "page_size")}
+    record = Record(circumstances("sglang") | {"workload": workload}, chosen.json)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         layers = dummy_llama.make(model, chosen.shape)
-
-        def keep(way: str, row: dict[str, Any]) -> None:
-            """Write the record after each, should a later one be ended."""
-            record["rows"][way] = row
-            if chosen.json:
-                chosen.json.write_text(json.dumps(record, indent=2) + "\n")
-
         for way in chosen.way or ["shared", "flat", "triton"]:
             try:
-                row = _serve(chosen, way, model, layers, Path(folder), keep)
+                row = _serve(chosen, way, model, layers, Path(folder), record)
             except ServerError as error:
-                row = record["rows"].get(way, {}) | {"problem": str(error)[-2000:]}
-            keep(way, row)
+                row = record.rows.get(way, {}) | {"problem": str(error)[-2000:]}
+            record.keep(way, row)
             print(f"{way:<8} {json.dumps(row)}", flush=True)
-    stop_at_problems(record["rows"])
+    stop_at_problems(record.rows)
 
 
 def _arguments() -> argparse.Namespace:
@@ -75,7 +65,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _serve(
-    chosen: argparse.Namespace, way: str, model: Path, layers: int, folder: Path, keep: Keep
+    chosen: argparse.Namespace, way: str, model: Path, layers: int, folder: Path, record: Record
 ) -> dict[str, Any]:
     backend, without = WAYS[way]
     arguments = [
@@ -100,7 +90,7 @@ def _serve(
             run_load(server.url, SglangGenerate(), str(model), requests)
             for requests in rounds_of(chosen, vocabulary)
         ]
-        keep(way, row_of(rounds, ready))  # stopping may take its time
+        record.keep(way, row_of(rounds, ready))  # stopping may take its time
     return {**row_of(rounds, ready), **counts(stats, layers, backend, without)}
 
 

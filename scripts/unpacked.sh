@@ -27,14 +27,11 @@ mkdir -p "$work/cache"
 unset PYTHONPATH
 eval "$(python3 scripts/checkout_env.py --engine "$engine" --metadata "$work/metadata")"
 if [[ -n ${WHEELS:-} ]]; then
-  [[ -d $work/wheels ]] || python3 -m pip install -q --no-index --no-deps --no-compile --target "$work/wheels" "$WHEELS"/*.whl
+  python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$work/wheels" "$WHEELS"/*.whl
   export PYTHONPATH=$work/wheels:$PYTHONPATH
 fi
 export FI_BACKEND_CACHE_DIR=${FI_BACKEND_CACHE_DIR:-$work/cache}
-if [[ -n ${MODULES:-} && ! -e $work/unpacked ]]; then
-  tar -xf "$MODULES" -C "$FI_BACKEND_CACHE_DIR"
-  touch "$work/unpacked"
-fi
+[[ -z ${MODULES:-} ]] || tar -xf "$MODULES" -C "$FI_BACKEND_CACHE_DIR"
 # A session of its own: engines start processes that outlive whoever started them, and keep the GPU's memory.
 # Some have sessions of their own as well: they are what has come to the GPU since. The command has a minute to
 # stop its servers.

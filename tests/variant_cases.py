@@ -25,6 +25,7 @@ __all__ = [
     "Oracle",
     "VariantBatch",
     "arguments",
+    "check_climbing_maxima",
     "check_shared_prefix",
     "check_variant",
     "logits",
@@ -191,3 +192,44 @@ def arguments(name: str, batch: VariantBatch) -> dict[str, Any]:
         "rope": lambda: rope,
         "rope_interleaved": lambda: rope,
     }[name]()
+
+
+def check_climbing_maxima(
+    name: str, *, device: torch.device | str = "cpu", num_ctas: int | None = None
+) -> None:
+    """One request under `channel_scales` of 1 (name), whose logits rise by more at once than weights may.
+
+    A warp that transforms its own keys weighs them by the maximum so far, unless they rise by too much.
+    """
+    levels = torch.tensor([0, 2, 3, 16, 15, 64, 0, 64, 80, 250]).repeat_interleave(64)  # logits of keys
+    spec = AttentionSpec(4, 2, 64, scale=1.0)
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.zeros(1, 4, 64), torch.zeros(len(levels), 2, 64)
+    q[..., 0], q[..., 1:] = 1, torch.randn(1, 4, 63, generator=generator) * 0.125
+    k[..., 0], k[..., 1:] = levels[:, None], torch.randn(len(levels), 2, 63, generator=generator)
+    v = torch.randn(len(levels), 2, 64, generator=generator)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    ones = {each: torch.ones(2, 64, device=device) for each in ("key_scale", "value_scale")}
+    for length in (64, 200, 320, 448, len(levels)):
+        attention = BatchAttention(
+            spec,
+            max_requests=1,
+            max_tokens=1,
+            max_kv_len=length,
+            num_ctas=num_ctas,
+            device=device,
+            variant=name,
+        )
+        starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+        table = PageTable.ragged(torch.tensor([0, length], dtype=torch.int32, device=device))
+        attention.plan(starts.to(device), table, qo_indptr_host=starts, kv_lens_host=lens)
+        lse = torch.full((1, 4), math.nan, device=device)
+        out = torch.full(q.shape, math.nan, dtype=q.dtype, device=device)
+        attention.run(
+            *(x.to(device) for x in (q, k[:length], v[:length])), out=out, lse=lse, variant_args=ones
+        )
+        keys, values = (x[:length].double().repeat_interleave(2, dim=1) for x in (k, v))
+        logits = torch.einsum("thd,khd->thk", q.double(), keys)
+        exact = torch.einsum("thk,khd->thd", logits.softmax(-1), values)
+        torch.testing.assert_close(out.cpu().double(), exact, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse.cpu().double(), logits.logsumexp(-1), atol=1e-3, rtol=1e-5)

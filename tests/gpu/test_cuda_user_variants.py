@@ -15,6 +15,7 @@ from variant_cases import (
     Oracle,
     VariantBatch,
     arguments,
+    check_climbing_maxima,
     check_shared_prefix,
     check_variant,
     logits,
@@ -91,6 +92,10 @@ def test_positions_without_offsets(name: str) -> None:
     batch = BATCHES["mixed"]
     frequencies = arguments(name, batch)["frequencies"]
     check_variant(name, ORACLES[name], {"frequencies": frequencies}, batch)
+
+
+def test_maxima_that_climb_from_tile_to_tile() -> None:
+    check_climbing_maxima("channel_scales", **THERE)
 
 
 def test_raw_ptx_and_a_header_of_the_user() -> None:
